@@ -124,7 +124,7 @@ def plain_gated(gate: Tensor, up: Tensor) -> Tensor:
 
 def plain_gated_finely(gate: Tensor, up: Tensor) -> Tensor:
     """``layer_kernels.gated_finely``."""
-    from sensorium.engines.native.decode_ops import TorchOps
+    from sensorium.engines.native.decode_state import TorchOps
 
     return TorchOps().gate_finely(gate, up)
 
@@ -217,7 +217,7 @@ _HEAD: dict[type, Callable[..., Any]] = {}
 def plain_add_product(ops: Any, layer: Any, x_BK: Tensor, residual_BW: Tensor, norm: Any, kind: Any = None) -> Any:
     """``TritonOps.add_product`` with its product, and torch for the rest."""
     from sensorium.engines.native.decode_kernels import fits, product_parts
-    from sensorium.engines.native.decode_ops import TorchOps
+    from sensorium.engines.native.decode_state import TorchOps
     from sensorium.kernels.layer_parts import FINE_SCALE
 
     if not fits([layer], x_BK):
@@ -240,7 +240,7 @@ def plain_placed(
     layer_block: Tensor,
 ) -> Tensor:
     """``TritonOps._placed``."""
-    from sensorium.engines.native.decode_ops import TorchOps
+    from sensorium.engines.native.decode_state import TorchOps
 
     three: Sequence[Tensor] = projected
     if parts:
@@ -255,7 +255,7 @@ def plain_placed(
 
 def plain_attend(ops: Any, query: Any, rows: Any, layer_block: Tensor, scaling: float) -> Tensor:
     """``TritonOps.attend``, also of what the kernel of one launch takes."""
-    from sensorium.engines.native.decode_ops import TorchOps, Unplaced
+    from sensorium.engines.native.decode_state import TorchOps, Unplaced
 
     if isinstance(query, Unplaced):
         query = ops._placed_parts(query, rows, layer_block)
@@ -272,7 +272,7 @@ def stock_stack(policy: Any) -> Any:
 
 def operations() -> list[Operation]:
     """The table, those that are expected to matter first."""
-    from sensorium.engines.native.decode_ops import TorchOps
+    from sensorium.engines.native.decode_state import TorchOps
     from sensorium.learner.forward import LogprobScorer
 
     _HEAD.setdefault(LogprobScorer, LogprobScorer._head)

@@ -24,17 +24,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from examples.memory_judge import serving
 from sensorium.assembly.session import Session, model_session, sampling_of
-from sensorium.data.causal_history import CausalHistory, parse_memory
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream
-from sensorium.evaluation.intervals import wilson
+from sensorium.data.planner import CausalHistory, parse_memory
+from sensorium.evaluation.summary import wilson
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.rollout.play import Attempt
 from sensorium.runs.episodes import read_groups
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.systems.taskmem.memory_clips import MemoryClips
-from sensorium.systems.taskmem.rows import rewrite_faces
+from sensorium.systems.taskmem.memory_rows import rewrite_faces
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 from sensorium.trainer.task_loader import outcome_of

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
-from sensorium.algorithms.router import balance_loss, load_metrics, router_load
+from sensorium.algorithms.losses import balance_loss, load_metrics, router_load
 
 LAYERS, EXPERTS = 3, 5
 

@@ -11,8 +11,8 @@ import pytest
 
 import sensorium as sn
 from sensorium.report.watcher import Metrics, Watcher
-from sensorium.runs.lock import lock_run
 from sensorium.runs.metrics import repeatable
+from sensorium.runs.run_directory import lock_run
 from tests.api.small import small_recipe
 
 

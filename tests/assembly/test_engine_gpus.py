@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.assembly.engines import gpus_of_engines, open_engine, visible_gpus
 from sensorium.assembly.sharded_learner import rank_settings
+from sensorium.assembly.workers import gpus_of_engines, open_engine, visible_gpus
 from sensorium.cluster.python_process import ProcessHost, ThisMachine
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.run_directory import RunDirectory
@@ -94,7 +94,7 @@ def test_each_engine_of_a_run_is_started_by_the_host_of_its_place(
     class OnGpu:
         device = torch.device("cuda:0")
 
-    monkeypatch.setattr("sensorium.assembly.engines.build", build)
+    monkeypatch.setattr("sensorium.assembly.workers.build", build)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(NotStarted):
         open_engine(recipe_of("cluster.engines=2"), OnGpu())  # type: ignore[arg-type]

@@ -163,7 +163,7 @@ def test_ray_is_missed_before_it_is_needed(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    monkeypatch.setattr("sensorium.cluster.ray_cluster.find_spec", lambda name: None)
+    monkeypatch.setattr("sensorium.cluster.ray_host.find_spec", lambda name: None)
     code, _, err = said(capsys, str(recipe), "cluster.learners=2", "cluster.placement=ray")
     assert code == 2
     assert "the package ray is not installed: pip install 'sensorium[ray]'" in err

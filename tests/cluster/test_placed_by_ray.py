@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium.cluster.ray_host import ProcessActor, RayHost
-from sensorium.envs.remote.remote_environment import PlacedEnvironment
+from sensorium.envs.remote.client import PlacedEnvironment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.ledger import Ledger
@@ -112,6 +112,6 @@ def test_a_cluster_that_is_too_small_busy_or_of_another_version_is_told_in_time(
     with pytest.raises(EngineLost, match=r"did not place an engine within 2 s \(cluster.start_s\).*Free now"):
         host.start("sensorium.engines.process.child", 1, tmp_path / "log.txt")
     host = RayHost("", needs, None, "an engine", EngineLost, cpus=0.0)
-    monkeypatch.setattr("sensorium.cluster.ray_cluster.versions", lambda: {"sensorium": "9", "torch": "9", "python": "9"})
+    monkeypatch.setattr("sensorium.cluster.ray_host.versions", lambda: {"sensorium": "9", "torch": "9", "python": "9"})
     with pytest.raises(EngineLost, match=r"an engine runs sensorium .*, and the driver 9"):
         host.start("sensorium.engines.process.child", 1, tmp_path / "log.txt")

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from sensorium.assembly import sharded_learner
 from sensorium.assembly.ranks import Answer, SharedError, failed, judged, refuse_other_versions
-from sensorium.cluster.ray_cluster import connect, refuse_small, send_token, short
+from sensorium.cluster.ray_host import connect, refuse_small, send_token, short
 from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
 
 FINE = Answer(1)

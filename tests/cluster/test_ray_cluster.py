@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.cluster import ray_cluster
-from sensorium.cluster import ray_cluster as versions
-from sensorium.cluster.ray_cluster import refuse_other_versions
+from sensorium.cluster import ray_host
+from sensorium.cluster import ray_host as versions
+from sensorium.cluster.ray_host import refuse_other_versions
 from sensorium.vocabulary.errors import EngineLost, RecipeError
 
 
@@ -27,22 +27,22 @@ def test_an_address_at_which_nobody_listens_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(RecipeError, match=rf"cluster.address '127.0.0.1:{port}' does not answer: .*ray status"):
-        ray_cluster._open(SilentRay(), f"127.0.0.1:{port}", 2)
+        ray_host._open(SilentRay(), f"127.0.0.1:{port}", 2)
 
 
 def test_an_address_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "CONNECT_S", 0.05)
+    monkeypatch.setattr(ray_host, "CONNECT_S", 0.05)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(RecipeError, match=r"takes connections, and did not answer within 0.05 s"),
     ):
-        ray_cluster._open(SilentRay(), f"ray://127.0.0.1:{silent.getsockname()[1]}", 2)
+        ray_host._open(SilentRay(), f"ray://127.0.0.1:{silent.getsockname()[1]}", 2)
 
 
 @pytest.mark.parametrize("address", ["..:6379", "ä" * 70 + ":6379", "127.0.0.1:-1", "127.0.0.1:99999"])
 def test_an_address_that_is_none_is_told_at_once(address: str) -> None:
     with pytest.raises(RecipeError, match=r"does not answer: .*ray status"):
-        ray_cluster._open(SilentRay(), address, 2)
+        ray_host._open(SilentRay(), address, 2)
 
 
 def test_a_cluster_of_the_runs_own_is_not_the_one_that_ray_address_names() -> None:
@@ -50,7 +50,7 @@ def test_a_cluster_of_the_runs_own_is_not_the_one_that_ray_address_names() -> No
         def init(self, **given: Any) -> None:
             self.given = given
 
-    ray_cluster._open(ray := Started(), "", 2)
+    ray_host._open(ray := Started(), "", 2)
     assert ray.given["address"] == "local"
 
 
@@ -60,7 +60,7 @@ def test_what_ray_raises_is_told_by_its_first_line() -> None:
             raise RuntimeError("Version mismatch: The cluster was started with:\n  Ray: 2.9\n  Python: 3.10")
 
     with pytest.raises(RecipeError, match=r"'auto' cannot be used: Version mismatch.*its Python and Ray are the driver's"):
-        ray_cluster._open(Other(), "auto", 2)
+        ray_host._open(Other(), "auto", 2)
 
 
 def test_that_no_cluster_is_found_is_known_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,19 +72,19 @@ def test_that_no_cluster_is_found_is_known_before_a_run(monkeypatch: pytest.Monk
     services.canonicalize_bootstrap_address = nothing  # type: ignore[attr-defined]
     for module in (ModuleType("ray"), ModuleType("ray._private"), services):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert ray_cluster.unfound() == "Could not find any running Ray instance"
+    assert ray_host.unfound() == "Could not find any running Ray instance"
     services.canonicalize_bootstrap_address = lambda address: "127.0.0.1:1"  # type: ignore[attr-defined]
-    assert "refused" in ray_cluster.unfound()
+    assert "refused" in ray_host.unfound()
     services.canonicalize_bootstrap_address = lambda address: None  # type: ignore[attr-defined]  # RAY_ADDRESS=local
-    assert ray_cluster.unfound() == "RAY_ADDRESS names no cluster that runs"
-    assert ray_cluster.found_cluster() == ""
+    assert ray_host.unfound() == "RAY_ADDRESS names no cluster that runs"
+    assert ray_host.found_cluster() == ""
 
     def unreadable(address: str) -> str:
         raise PermissionError(13, "Permission denied", "/tmp/ray/ray_current_cluster")
 
     services.canonicalize_bootstrap_address = unreadable  # type: ignore[attr-defined]
-    assert "Permission denied" in ray_cluster.unfound()
-    assert ray_cluster.found_cluster() == ""
+    assert "Permission denied" in ray_host.unfound()
+    assert ray_host.found_cluster() == ""
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["by a program that lives", "by ray start"])
@@ -103,7 +103,7 @@ def test_the_cluster_that_is_found_is_named_with_who_started_it(own: bool, monke
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as raylet:
         assert raylet.stdout is not None
         assert raylet.stdout.readline() == b"ready\n"
-        told = ray_cluster.found_cluster()
+        told = ray_host.found_cluster()
         raylet.communicate(b"\n")
     assert told.startswith("cluster.address 'auto' is the Ray cluster at 10.1.2.3:6379, which ")
     assert (f"process {os.getpid()} started for itself (" in told) == own
@@ -128,7 +128,7 @@ def test_a_wait_for_room_is_told_while_it_lasts() -> None:
     with pytest.warns(
         UserWarning, match=r"the ranks in 20 s \(1 of 2 are missing\).*600 s.*needs 1 CPU; free now,.*: 0.5 CPUs, 0 GPUs"
     ):
-        told = ray_cluster.first_answers(Crowded(), ["a", "b"], 600.0, "the ranks", "1 CPU")
+        told = ray_host.first_answers(Crowded(), ["a", "b"], 600.0, "the ranks", "1 CPU")
     assert told == ["answer of a", "answer of b"]
 
 
@@ -164,11 +164,11 @@ def test_a_cluster_that_was_connected_before_us_stays_connected(before: bool, mo
     ray = Ray(before)
     monkeypatch.setitem(sys.modules, "ray", ray)
     with pytest.raises(RecipeError, match="has 2 CPUs"):
-        ray_cluster.connect("", {"CPU": {"cluster.engines": 3.0}})
+        ray_host.connect("", {"CPU": {"cluster.engines": 3.0}})
     assert ray.connected is before
     for _ in range(2):
-        ray_cluster.connect("", {"CPU": {"cluster.engines": 1.0}})
-    ray_cluster.disconnect()
+        ray_host.connect("", {"CPU": {"cluster.engines": 1.0}})
+    ray_host.disconnect()
     assert ray.connected
-    ray_cluster.disconnect()
+    ray_host.disconnect()
     assert ray.connected is before

@@ -17,8 +17,7 @@ from sensorium.assembly.workers import EnvironmentWorkers, RunWorkers
 from sensorium.cluster.placed_workers import PlacedWorker, PlacedWorkers
 from sensorium.cluster.python_process import HostedProcess, ProcessHost, ThisMachine
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.remote.client import socket_address
-from sensorium.envs.remote.remote_environment import PlacedEnvironment
+from sensorium.envs.remote.client import PlacedEnvironment, socket_address
 from sensorium.report.console import ConsoleWatcher
 from sensorium.runs.ledger import Ledger
 from sensorium.runs.metrics import UNREPEATABLE, read_metrics

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.systems.taskmem.rows import read_face_maps, rewrite_faces
+from sensorium.systems.taskmem.memory_rows import read_face_maps, rewrite_faces
 from sensorium.vocabulary.errors import TaskError
 
 MAPS = {3: {7: 1, 8: 2}, 4: {8: 1}, 5: {8: 4}}

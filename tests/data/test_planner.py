@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream
-from sensorium.data.planner import GroupOutcome, MixturePlanner, Planner, make_planner
-from sensorium.data.success_curriculum import SuccessCurriculum
+from sensorium.data.planner import GroupOutcome, MixturePlanner, Planner, SuccessCurriculum, make_planner
 from sensorium.recipe.schema import PlannerSection
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.decode_ops import TorchOps
-from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
+from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps
 from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
@@ -174,7 +173,7 @@ def test_products_in_parts_are_products(kernels: TorchOps, dtype: torch.dtype, r
 
 @pytest.mark.parametrize("parts", [3, 4, 7])
 def test_parts_need_not_divide_the_inner_size(kernels: TorchOps, parts: int) -> None:
-    from sensorium.kernels.product_triton import Tiling, product_parts
+    from sensorium.kernels.decode_triton import Tiling, product_parts
 
     x, weights = normal(5, 640), [normal(64, 640, seed=1), normal(128, 640, seed=2)]
     found_PBN = product_parts(x, weights, Tiling(64, 128, parts, 4, 2))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.engines.native import row_attention
-from sensorium.engines.native.decode_ops import TorchOps, Unplaced
-from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout
+from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps, Unplaced
 from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.native.row_attention import RowAttention
 from sensorium.engines.protocol import Sampling

@@ -23,11 +23,11 @@ from sensorium.engines.vllm import recipe_checks as versions
 from sensorium.engines.vllm import vllm_engine as engine_module
 from sensorium.engines.vllm.actor import Actor
 from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
-from sensorium.engines.vllm.arguments import EngineSettings
 from sensorium.engines.vllm.prompts import EnginePrompt, RequestSender, check_prompt, lay_out, tower_fields
 from sensorium.engines.vllm.recipe_checks import check_arguments, installed_version, look_at, refuse_dtype, version_of
 from sensorium.engines.vllm.vllm_engine import (
     Difference,
+    EngineSettings,
     OneKindAtATime,
     difference,
     make_probes,

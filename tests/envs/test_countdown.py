@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.calculator import NotArithmetic, evaluate, in_words, numbers_in
 from sensorium.envs.countdown import Countdown, problem
+from sensorium.envs.shipped_tools import NotArithmetic, evaluate, in_words, numbers_in
 from sensorium.vocabulary.errors import EnvironmentFailure
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.evaluation.folder import EvaluationFolder
-from sensorium.evaluation.samples import Sample, row_of
-from sensorium.evaluation.summary import summarize_samples
+from sensorium.evaluation.summary import Sample, row_of, summarize_samples
 from sensorium.report.tables import markdown, summary_grid
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 

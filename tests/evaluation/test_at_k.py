@@ -3,8 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sensorium.evaluation.samples import Sample, best_at_k, majority_at_k, mean_at_k
-from sensorium.evaluation.summary import summarize_samples
+from sensorium.evaluation.summary import Sample, best_at_k, majority_at_k, mean_at_k, summarize_samples
 from tests.evaluation.made import sample
 
 ANSWERS = st.none() | st.sampled_from(["a", "b", "c"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sensorium.cli.main import main
 from sensorium.evaluation.comparison import compare
-from sensorium.evaluation.intervals import mean_interval, paired_interval
+from sensorium.evaluation.summary import mean_interval, paired_interval
 from sensorium.systems.audio_visual.sources import COLUMNS
 from sensorium.vocabulary.errors import TaskError
 from tests.evaluation.made import evaluated, sample, samples

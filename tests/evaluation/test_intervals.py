@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.evaluation.intervals import mean_interval, paired_interval, sign_test, wilson
+from sensorium.evaluation.summary import mean_interval, paired_interval, sign_test, wilson
 
 TRIALS = 1200
 SLACK = 3 * (0.95 * 0.05 / TRIALS) ** 0.5 + 0.01

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.cli import compare, evaluate
-from sensorium.evaluation.samples import row_of
+from sensorium.evaluation.summary import row_of
 from sensorium.vocabulary import EnvironmentSpec, Score, Task
 from tests.evaluation.made import episode, sample
 

@@ -15,9 +15,9 @@ if DEVICE == "cuda":
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_values_and_gradients(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sensorium.kernels import head_triton
+    from sensorium.kernels import learner_triton
 
-    monkeypatch.setattr(head_triton, "ROWS", 2)
+    monkeypatch.setattr(learner_triton, "ROWS", 2)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).to(DEVICE) for n in (rows, 9000))
     targets = torch.randint(0, 9000, (rows,), generator=generator).to(DEVICE)
@@ -28,7 +28,7 @@ def test_values_and_gradients(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     for fused in (True, False):
         inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
         if fused:
-            found = head_triton.HeadLogprobs.apply(*inputs, targets, bias, 0.7)
+            found = learner_triton.HeadLogprobs.apply(*inputs, targets, bias, 0.7)
         else:
             found = TokenLogprobs.apply(inputs[0] @ inputs[1].T, targets, bias, 0.7)
         (found[0] * slopes[0] + found[1] * slopes[1]).sum().backward()

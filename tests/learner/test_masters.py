@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from sensorium.learner import eight_bits
+from sensorium.learner import optimizer
 from sensorium.learner.optimizer import (
     ParameterState,
     Rates,
@@ -100,26 +100,26 @@ def test_moments_in_fewer_bits_decay_and_lead_to_nearly_the_same_weights() -> No
         assert float(torch.nn.functional.cosine_similarity(whole[0], moved[kind][0], dim=0)) > 1 - apart
 
 
-@given(st.integers(1, 600), st.integers(0, 2**31), st.sampled_from([eight_bits.FIRST, eight_bits.SECOND]))
+@given(st.integers(1, 600), st.integers(0, 2**31), st.sampled_from([optimizer.FIRST, optimizer.SECOND]))
 def test_eight_bits_are_near_and_keep_signs_and_zeros(count: int, seed: int, levels: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=generator) * 10 ** (-6 * torch.rand(count, generator=generator))
     values[::7] = 0
-    values = values if levels == eight_bits.FIRST else values.square()
-    codes, tops = eight_bits.pack(values, levels, noise_bits(values.shape, seed, values.device)[0])
-    found = eight_bits.unpack(codes, tops, levels)
+    values = values if levels == optimizer.FIRST else values.square()
+    codes, tops = optimizer.pack_eight_bits(values, levels, noise_bits(values.shape, seed, values.device)[0])
+    found = optimizer.unpack_eight_bits(codes, tops, levels)
     assert codes.dtype == torch.uint8
-    assert torch.equal(found == 0, values == 0) or levels == eight_bits.FIRST
+    assert torch.equal(found == 0, values == 0) or levels == optimizer.FIRST
     assert bool(((found == 0) | (found.sign() == values.sign())).all())
-    smallest = tops.repeat_interleave(eight_bits.BLOCK)[:count] * eight_bits.sizes(levels, values.device)[1]
+    smallest = tops.repeat_interleave(optimizer.BLOCK)[:count] * optimizer.sizes(levels, values.device)[1]
     assert bool(((found - values).abs() <= 0.0906 * values.abs() + smallest).all())
 
 
 def test_eight_bits_are_right_on_average() -> None:
     values = torch.cat([torch.ones(1), torch.full((40000,), 0.0123)])
-    for levels in (eight_bits.FIRST, eight_bits.SECOND):
-        codes, tops = eight_bits.pack(values, levels, noise_bits(values.shape, noise_key(1, 2), values.device)[0])
-        found = eight_bits.unpack(codes, tops, levels)
+    for levels in (optimizer.FIRST, optimizer.SECOND):
+        codes, tops = optimizer.pack_eight_bits(values, levels, noise_bits(values.shape, noise_key(1, 2), values.device)[0])
+        found = optimizer.unpack_eight_bits(codes, tops, levels)
         assert len(set(found[1:256].tolist())) == 2
         assert float(found[1:256].mean()) == pytest.approx(0.0123, rel=0.01)
 

@@ -16,7 +16,7 @@ from sensorium.learner.forward import LogprobScorer
 from sensorium.learner.learner import CreditedEpisode
 from sensorium.learner.packing import pack
 from sensorium.models.load import load_policy
-from sensorium.models.matched_towers import MatchedLinears
+from sensorium.models.matched import MatchedLinears
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary import Thread, user

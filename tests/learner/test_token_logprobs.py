@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sensorium.learner.token_logprobs import FORBIDDEN, TokenLogprobs
+from sensorium.learner.forward import FORBIDDEN, TokenLogprobs
 
 
 @pytest.mark.parametrize("vocab", [2, 15, 448, 1003])

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from sensorium.learner.forward import rows_taken
 from sensorium.learner.packing import MicroBatch
-from sensorium.learner.sharded.sharding import divide_media
-from sensorium.learner.shared_attention import SharedAttention
-from sensorium.learner.token_shares import share_tokens, slot_share
+from sensorium.learner.sequence_parallel import SharedAttention, share_tokens, slot_share
+from sensorium.learner.sharding import divide_media
 from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
 from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.segment_layout import Features, Slot

@@ -8,7 +8,7 @@ import torch
 
 from sensorium.assembly.models import load_trained, write_source
 from sensorium.data.media_store import MediaStore
-from sensorium.models.checkpoint_source import describe_source
+from sensorium.models.checkpoint_path import describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.policy import Policy

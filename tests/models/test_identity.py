@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sensorium.data.media_store import MediaStore
-from sensorium.models.checkpoint_source import identity
+from sensorium.models.checkpoint_path import identity
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 

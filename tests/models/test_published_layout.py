@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import sensorium as sn
 from sensorium.cli.export import export
 from sensorium.data.media_store import MediaStore
-from sensorium.models.checkpoint_source import describe_source
+from sensorium.models.checkpoint_path import describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.published_layout import match_weights, write_published

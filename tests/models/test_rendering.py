@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
 from sensorium.models.policy import Policy
-from sensorium.models.rendering import ChatRenderer
-from sensorium.models.token_bytes import TokenTable
+from sensorium.models.rendering import ChatRenderer, TokenTable
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.errors import ModelError
 

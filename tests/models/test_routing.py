@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
-from sensorium.algorithms.router import balance_loss, router_load
+from sensorium.algorithms.losses import balance_loss, router_load
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import user

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sensorium.models.token_bytes import BYTE_OF, TokenTable
+from sensorium.models.rendering import BYTE_OF, TokenTable
 from sensorium.vocabulary.errors import ModelError
 
 from .stock_pair import Pair

@@ -8,12 +8,12 @@ from rich.console import Console
 
 from sensorium.recipe.plan import Plan
 from sensorium.report import console as module
+from sensorium.report.cards import first_group_lines
 from sensorium.report.charts import chart, resample, smooth, sparkline
 from sensorium.report.console import ConsoleWatcher, duration
-from sensorium.report.examples import first_group_lines
 from sensorium.report.tables import comparison_table, plan_table
 from sensorium.report.watcher import RunStart, Watcher, Watchers
-from sensorium.runs.findings import Notice
+from sensorium.runs.metrics import Notice
 from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, system, user
 from sensorium.vocabulary.task import EnvironmentSpec
 

@@ -15,13 +15,12 @@ from PIL import Image
 
 from sensorium.data.media_store import MediaStore
 from sensorium.data.shapes import Shapes
-from sensorium.report.cards import candidate_number
+from sensorium.report.cards import Comparison, candidate_number, choose, compare_evaluations, training_groups
 from sensorium.report.charts import Series, line_chart, ticks
-from sensorium.report.examples import Comparison, choose, compare_evaluations, training_groups
 from sensorium.report.page import render_report, stage_table, write_report
 from sensorium.runs.durable import write_whole
 from sensorium.runs.episodes import read_episodes, write_episodes
-from sensorium.runs.findings import Notice, SightResult, write_notice, write_sight
+from sensorium.runs.metrics import Notice, SightResult, write_notice, write_sight
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary import Episode, Group, Media, Score, Segment, Status, Task, Thread, Turn, user
 

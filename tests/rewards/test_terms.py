@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.recipe.names import build
-from sensorium.rewards.answer import boxed, tagged
-from sensorium.rewards.boxes import BoxIoU
-from sensorium.rewards.reward_term import ComparingTerm, RewardTerm
+from sensorium.rewards.reward_term import ComparingTerm, RewardTerm, boxed, tagged
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.terms import (
+    BoxIoU,
     Choice,
     EnvironmentReward,
     Exact,

@@ -13,7 +13,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.envs.remote.remote_environment import RemoteEnvironment
+from sensorium.envs.remote.client import RemoteEnvironment
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rewards.scorer import Scorer

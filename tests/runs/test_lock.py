@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.runs.lock import lock_run, refuse_moved
+from sensorium.runs.run_directory import lock_run, refuse_moved
 from sensorium.vocabulary.errors import RecordError
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from sensorium.runs.lock import lock_run
+from sensorium.runs.run_directory import lock_run
 with lock_run(Path(sys.argv[1])):
     if len(sys.argv) > 2:
         heard, told = os.pipe()

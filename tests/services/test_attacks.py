@@ -17,7 +17,7 @@ from websockets.sync.client import connect
 
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.envs.remote.remote_environment import RemoteEnvironment
+from sensorium.envs.remote.client import RemoteEnvironment
 from sensorium.envs.remote.wire import pack
 from sensorium.services import environment_service
 from sensorium.services.application import Refusal, refuse_open, sweep

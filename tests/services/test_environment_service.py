@@ -27,8 +27,7 @@ from websockets.sync.server import serve
 from sensorium.cluster.pool import WorkerPool
 from sensorium.data.environment_tasks import EnvironmentTasks
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.remote.client import EnvironmentClient, shared_client, socket_address
-from sensorium.envs.remote.remote_environment import KEY, RemoteEnvironment
+from sensorium.envs.remote.client import KEY, EnvironmentClient, RemoteEnvironment, shared_client, socket_address
 from sensorium.envs.remote.wire import WireError, pack, unpack
 from sensorium.envs.sokoban import Sokoban
 from sensorium.rollout.live import Deadlines, LiveEnvironment

@@ -13,8 +13,7 @@ from sensorium.data.decoder import Decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.schema import JudgesSection
 from sensorium.report.album import Album
-from sensorium.report.cards import group_card
-from sensorium.report.examples import LoggedGroup
+from sensorium.report.cards import LoggedGroup, group_card
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scorer

@@ -14,7 +14,7 @@ from sensorium.data.environment_tasks import EnvironmentTasks, side
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.envs.question import RowsEnvironment
-from sensorium.envs.remote.remote_environment import RemoteEnvironment
+from sensorium.envs.remote.client import RemoteEnvironment
 from sensorium.envs.tool_use import write_call
 from sensorium.services.sessions import Offers, SessionTable, rows_offer
 from sensorium.vocabulary.errors import RecipeError

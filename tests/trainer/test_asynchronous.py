@@ -21,10 +21,10 @@ from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.ledger import Ledger
 from sensorium.runs.metrics import read_metrics
-from sensorium.trainer.asynchronous import AsynchronousSchedule, OpenGroup
 from sensorium.trainer.health.facts import StepFacts
 from sensorium.trainer.health.rules import examine
 from sensorium.trainer.run import train
+from sensorium.trainer.schedules import AsynchronousSchedule, OpenGroup
 from sensorium.trainer.selection import Selection
 from sensorium.trainer.step_metrics import staleness_metrics
 from sensorium.vocabulary import Episode, Group, Segment, Status, Task, Turn

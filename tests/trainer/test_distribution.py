@@ -11,8 +11,7 @@ from sensorium.engines.native import steps
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Watcher
 from sensorium.runs.episodes import read_episodes
-from sensorium.runs.findings import Notice
-from sensorium.runs.metrics import read_metrics
+from sensorium.runs.metrics import Notice, read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.health.facts import StepFacts
 from sensorium.trainer.health.rules import ROUNDING, mismatch

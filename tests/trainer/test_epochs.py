@@ -10,8 +10,7 @@ import pytest
 
 import sensorium as sn
 from sensorium.cli.main import main
-from sensorium.data.epochs import resolve_epochs
-from sensorium.data.mixture import TaskStream
+from sensorium.data.mixture import TaskStream, resolve_epochs
 from sensorium.recipe.load import dump_recipe, load_recipe, parse_recipe
 from sensorium.report.watcher import Watcher
 from sensorium.runs.metrics import read_metrics
@@ -156,7 +155,7 @@ def test_counting_rows_needs_no_torch(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(by_epochs(tmp_path / "run", 1)))
     code = (
-        "import sys; from sensorium.recipe.load import load_recipe; from sensorium.data.epochs import resolve_epochs; "
+        "import sys; from sensorium.recipe.load import load_recipe; from sensorium.data.mixture import resolve_epochs; "
         f"assert resolve_epochs(load_recipe({str(file)!r})).steps == 4; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -20,7 +20,7 @@ from sensorium.runs.ledger import Ledger
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.process_table import alive
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.trainer.kept_batch import replay
+from sensorium.trainer.checkpoint import replay
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Message, Score, Status, Task, system, user
 from sensorium.vocabulary.errors import (

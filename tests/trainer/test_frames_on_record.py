@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.assembly.models import recorded_sampling
-from sensorium.models.checkpoint_source import CheckpointSource
+from sensorium.models.checkpoint_path import CheckpointSource
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.task_loader import refuse_other_frames
 from sensorium.vocabulary.content import Media, user

@@ -19,8 +19,7 @@ from sensorium.recipe.load import load_recipe
 from sensorium.report.console import ConsoleWatcher
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.runs.checkpoint_layout import checkpoint_of_run, contents_of, is_complete, refuse_damaged
-from sensorium.runs.findings import Notice, write_notice
-from sensorium.runs.metrics import read_metrics
+from sensorium.runs.metrics import Notice, read_metrics, write_notice
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, RecordError

@@ -12,7 +12,7 @@ from sensorium.cli.main import main
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Watcher
 from sensorium.runs.metrics import read_metrics
-from sensorium.trainer.kept_batch import replay
+from sensorium.trainer.checkpoint import replay
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from tests.recipes import parsed, quick

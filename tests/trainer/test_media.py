@@ -18,7 +18,7 @@ from sensorium.models.policy import Policy
 from sensorium.runs.episodes import read_episodes
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.trainer.kept_batch import replay
+from sensorium.trainer.checkpoint import replay
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary import Episode, Media, Status
 from sensorium.vocabulary.errors import MediaError, ModelError, NonFiniteUpdate, NothingTrained, PromptTooLong

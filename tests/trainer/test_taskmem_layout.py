@@ -9,7 +9,7 @@ import pytest
 from sensorium.recipe.load import load_recipe
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.systems.taskmem.layout import TaskMemLayout, file_name, latest_history, step_logs
-from sensorium.systems.taskmem.rows import LONGEST_NAME
+from sensorium.systems.taskmem.memory_rows import LONGEST_NAME
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import RecipeError

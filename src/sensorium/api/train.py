@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from sensorium.api.recipes import recipe_of
 from sensorium.api.run import Run, Table
 from sensorium.cluster.event_loop import forget, interrupt
-from sensorium.data.epochs import resolve_epochs
+from sensorium.data.mixture import resolve_epochs
 from sensorium.evaluation.folder import default_folder, evaluated_model
 from sensorium.recipe.schema import Recipe
 from sensorium.report.console import EvaluationBar
@@ -20,8 +20,7 @@ from sensorium.report.tables import markdown, summary_grid
 from sensorium.report.terminal import Terminal
 from sensorium.report.watcher import Watcher
 from sensorium.runs.durable import read_rows
-from sensorium.runs.lock import lock_run
-from sensorium.runs.run_directory import RunDirectory, step_of
+from sensorium.runs.run_directory import RunDirectory, lock_run, step_of
 from sensorium.trainer.run_claim import go_on
 from sensorium.vocabulary.errors import RecipeError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from sensorium.data.decoder import Decoder, open_decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.learner.team import ALONE, Team
-from sensorium.models.checkpoint_source import CheckpointSource, describe_source
+from sensorium.models.checkpoint_path import CheckpointSource, describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
 from sensorium.models.policy import FormerSelf, FrozenCopy, Policy, Reference

@@ -16,7 +16,7 @@ from typing import Any
 from sensorium.assembly.ranks import Answer, Call, RankSettings, SharedError, judged, refuse_other_versions
 from sensorium.cluster.channel import PickledChannel
 from sensorium.cluster.python_process import CLOSE_S, PythonProcess, last_words
-from sensorium.cluster.ray_cluster import connect, disconnect, first_answers, free, short
+from sensorium.cluster.ray_host import connect, disconnect, first_answers, free, short
 from sensorium.recipe.checks import ray_needs
 from sensorium.runs.process_table import process_state
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError

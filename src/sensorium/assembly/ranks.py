@@ -18,11 +18,11 @@ from sensorium.assembly.models import WholeModels, load_trained
 from sensorium.assembly.session import open_store
 from sensorium.cluster import channel
 from sensorium.cluster.channel import plain_error
-from sensorium.cluster.ray_cluster import refuse_other_versions as refuse_other
-from sensorium.cluster.ray_cluster import versions
+from sensorium.cluster.ray_host import refuse_other_versions as refuse_other
+from sensorium.cluster.ray_host import versions
+from sensorium.learner.rank_team import RankTeam
 from sensorium.learner.saved_state import whole_of
-from sensorium.learner.sharded.rank_team import RankTeam
-from sensorium.learner.sharded.sharding import copy_weights, shard_policy
+from sensorium.learner.sharding import copy_weights, shard_policy
 from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import Recipe

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from sensorium.assembly.determinism import settle
-from sensorium.assembly.engines import open_engine
 from sensorium.assembly.models import load_model
-from sensorium.assembly.workers import EnvironmentWorkers, RunWorkers, open_workers, process_work
+from sensorium.assembly.workers import EnvironmentWorkers, RunWorkers, open_engine, open_workers, process_work
 from sensorium.data.decoder import Decoder
 from sensorium.data.media_files import MediaLimits
 from sensorium.data.media_store import MediaStore
@@ -26,10 +25,9 @@ from sensorium.models.encoding import MediaCounts
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
-from sensorium.rewards.answer import without_answer
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.reward_term import RewardContext
+from sensorium.rewards.reward_term import RewardContext, without_answer
 from sensorium.rewards.scorer import JudgementCache, Scorer, term_identity
 from sensorium.rollout.live import refuse_strange_environments
 from sensorium.rollout.play import Rollout

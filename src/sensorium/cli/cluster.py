@@ -11,9 +11,8 @@ from sensorium.cli.show import say
 from sensorium.recipe.plan import placed_processes
 from sensorium.recipe.yaml import read_yaml
 from sensorium.report.terminal import Terminal
-from sensorium.runs.lock import said_holder
 from sensorium.runs.process_table import ProcessRow, RunProcesses, alive, process_state, read_processes
-from sensorium.runs.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory, said_holder
 from sensorium.vocabulary.errors import RecordError
 
 LATE_S = 60.0

@@ -10,8 +10,7 @@ from sensorium.recipe.yaml import read_yaml
 from sensorium.report.page import write_report
 from sensorium.report.tables import comparison_table
 from sensorium.report.terminal import Terminal
-from sensorium.runs.lock import lock_run
-from sensorium.runs.run_directory import RunDirectory
+from sensorium.runs.run_directory import RunDirectory, lock_run
 
 INTRO = (
     "A tiny Qwen-VL model looks at pictures of coloured shapes and answers questions about them. It knows the form of an "

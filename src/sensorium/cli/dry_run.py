@@ -9,21 +9,19 @@ from importlib import import_module
 from inspect import signature
 from shlex import quote
 
-from sensorium.cluster.ray_cluster import found_cluster, refuse_without_ray, unanswered, unfound
-from sensorium.data.causal_history import untold
+from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unanswered, unfound
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, TaskStream, bounded
-from sensorium.data.planner import make_planner
+from sensorium.data.planner import make_planner, untold
 from sensorium.recipe.checks import cluster_notes, gpus_seen
 from sensorium.recipe.names import build, resolve, table, wrong_options
 from sensorium.recipe.plan import computing_notes
 from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.recipe.shape import is_ours
-from sensorium.rewards.answer import without_answer
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
-from sensorium.rewards.reward_term import RewardContext, Term
+from sensorium.rewards.reward_term import RewardContext, Term, without_answer
 from sensorium.trainer.health.start_checks import refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge

@@ -23,7 +23,7 @@ from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, WriteFailed
 
 if TYPE_CHECKING:
-    from sensorium.models.checkpoint_source import CheckpointSource
+    from sensorium.models.checkpoint_path import CheckpointSource
     from sensorium.recipe.schema import ModelSection
 
 ADAPTER = "adapter"
@@ -161,7 +161,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None, list[str]]:
     """The folder whose layout the export takes, and what to say of it; none where it is gone or was never known."""
-    from sensorium.models.checkpoint_source import describe_source
+    from sensorium.models.checkpoint_path import describe_source
 
     try:
         found = describe_source(layout) if layout is not None else _source_of(checkpoint)
@@ -229,7 +229,7 @@ def _model_section(recipe: Path) -> "ModelSection":
 
 def _source_of(checkpoint: Path) -> "CheckpointSource":
     """What the run of a checkpoint says of its source."""
-    from sensorium.models.checkpoint_source import CheckpointSource, describe_source
+    from sensorium.models.checkpoint_path import CheckpointSource, describe_source
 
     directory = _run_of(checkpoint)
     if directory.source.is_file():

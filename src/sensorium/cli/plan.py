@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium.cli.show import read_a_few, say
-from sensorium.data.epochs import resolve_epochs
+from sensorium.data.mixture import resolve_epochs
 from sensorium.engines.options import check_vllm_options, check_writer_options
 from sensorium.forecast.forecast import Asked, Forecast, forecast
 from sensorium.forecast.machine import kinds, planned_shape

@@ -11,7 +11,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Reproduce the update; if it is not finite again, the error says so."""
-    from sensorium.trainer.kept_batch import replay
+    from sensorium.trainer.checkpoint import replay
 
     metrics = replay(arguments.batch)
     print("this time the update is finite:", ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))

@@ -15,7 +15,7 @@ import yaml
 
 from sensorium.cli.show import say, show_dry_run, show_plan
 from sensorium.cluster.event_loop import interrupt_here
-from sensorium.data.epochs import resolve_epochs
+from sensorium.data.mixture import resolve_epochs
 from sensorium.recipe.load import load_recipe, shipped_recipes
 from sensorium.recipe.names import import_system
 from sensorium.recipe.schema import Recipe

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from sensorium.assembly.session import EnvironmentMaker, make_scorer, open_store, sampling_of
 from sensorium.cluster.event_loop import run_async
-from sensorium.data.causal_history import CausalSource, gaps, untold
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, Treatment, make_sources, permuted
+from sensorium.data.planner import CausalSource, gaps, untold
 from sensorium.engines.protocol import Request
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.actions import ActionGrammar

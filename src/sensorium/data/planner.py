@@ -8,15 +8,20 @@ Invariant: what a planner draws is a function of how it was built and of the cal
 and the calls since), so that a resumed run draws what the uninterrupted one does.
 """
 
-from collections.abc import Sequence
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from sensorium.data.lru import LRU
 from sensorium.data.media_store import MediaStore
-from sensorium.data.mixture import BoundedPlanner, SkippedRow, TaskStream
+from sensorium.data.mixture import BoundedPlanner, SkippedRow, TaskSource, TaskStream, with_way_out
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import PlannerSection
-from sensorium.vocabulary.errors import RecipeError, SensoriumError
+from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
 from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import Task
 
@@ -131,3 +136,381 @@ class MixturePlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position."""
         self.position = state["position"]
+
+
+# Example with ``revisit: 0.5`` and groups of 4. Step 1 draws a, b, c, d from the mixture. a was solved by 2 of 4 attempts,
+# b by 1, c by none and d by all. In step 2 every second task, on average, is a or b again, a with the higher weight (2·2 to
+# 1·3); the others come from the mixture, e, f and so on. c and d are not lost: they come when the mixture comes back to
+# them.
+
+
+class SuccessCurriculum:
+    """Draws a share of its tasks from those whose last group succeeded in part, weighted by p · (1 - p).
+
+    ``revisit`` is that share; the rest, and everything while no task is known to succeed in part, comes from the mixture
+    in its order. Of the tasks that succeed in part the ``memory`` observed last are known. No task comes twice in a step
+    by revisiting.
+    """
+
+    observes = True
+
+    def __init__(self, stream: TaskStream, revisit: float = 0.5, memory: int = 4096) -> None:
+        if not 0 <= revisit < 1:
+            raise RecipeError(f"tasks.planner: revisit is {revisit:g}; it is a share of the draws, from 0 to below 1.")
+        if memory < 1:
+            raise RecipeError(f"tasks.planner: memory is {memory}; at least one task must be known to be drawn again.")
+        self.stream, self.revisit = stream, revisit
+        self.position = self.draws = 0
+        self.known: LRU[str, tuple[int, int, float]] = LRU(memory)
+        """Tasks that succeed in part, by id: source, row and success; those observed last stand last."""
+        self.open: LRU[str, tuple[int, int]] = LRU(memory)
+        """Tasks drawn since the last observation, by id: source and row (bounded: a warm start observes nothing)."""
+
+    def whole_pass(self) -> int:
+        """Draws within which every task comes up, as long as none that was played before fits."""
+        return self.stream.whole_pass()
+
+    def turns(self) -> list[int]:
+        """How many rows of each source came from the mixture."""
+        return self.stream.turns(self.position)
+
+    def draw(self, count: int) -> PlannedTasks:
+        """Tasks to revisit and tasks from the mixture, mixed by a coin whose throws the seed decides."""
+        tasks: list[Task] = []
+        skipped: list[SkippedRow] = []
+        for _ in range(count):
+            again = self._revisited(skipped) if self._chance("coin") < self.revisit else None
+            tasks.append(again if again is not None else self._fresh(skipped))
+            self.draws += 1
+        return PlannedTasks(tuple(tasks), tuple(skipped))
+
+    def observe(self, groups: Sequence[GroupOutcome]) -> None:
+        """Know the tasks that succeeded in part, and forget those that did not or no longer do."""
+        for outcome in groups:
+            place, success = self.open.peek(outcome.task_id), outcome.success
+            if place is None or success is None:
+                continue
+            self.known.pop(outcome.task_id)
+            if 0 < success < 1:
+                self.known.put(outcome.task_id, (*place, success))
+        self.open.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, number of draws, and what is known of tasks."""
+        return {
+            "position": self.position,
+            "draws": self.draws,
+            "known": [[id, *entry] for id, entry in self.known.items()],
+            "open": [[id, *place] for id, place in self.open.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.position, self.draws = state["position"], state["draws"]
+        self.known.clear()
+        self.open.clear()
+        for id, source, row, success in state["known"]:
+            self.known.put(id, (source, row, success))
+        for id, source, row in state["open"]:
+            self.open.put(id, (source, row))
+
+    def _fresh(self, skipped: list[SkippedRow]) -> Task:
+        """The next task of the mixture."""
+        drawn = self.stream.draw(self.position, 1)
+        self.position = drawn.position
+        skipped += drawn.skipped
+        (task,) = drawn.tasks
+        self.open.put(task.id, self.stream.at(self.position - 1))
+        return task
+
+    def _revisited(self, skipped: list[SkippedRow]) -> Task | None:
+        """A task that succeeds in part; None if there is none that was not drawn since the last observation."""
+        candidates = [(id, entry) for id, entry in self.known.items() if id not in self.open]
+        if not candidates:
+            return None
+        ends = list(accumulate(success * (1 - success) for _, (_, _, success) in candidates))
+        chosen = min(bisect_right(ends, self._chance("task") * ends[-1]), len(ends) - 1)
+        id, (source, row, _) = candidates[chosen]
+        try:
+            task = self.stream.sources[source][row]
+        except (TaskError, MediaError) as error:
+            if self.stream.on_bad_row == "refuse":
+                raise
+            skipped.append(SkippedRow(source, row, str(error)))
+            self.known.pop(id)
+            return None
+        self.open.put(id, (source, row))
+        return task
+
+    def _chance(self, use: str) -> float:
+        """A number from 0 to below 1 that depends on the seed, the draw and the use, and on nothing else."""
+        digest = hashlib.blake2b(f"{self.stream.seed}/{use}/{self.draws}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+END_OF_THOUGHT = "</think>"
+FENCE = "`jsonJSON"
+"""What a fence is made of: three backticks and "json", or what is left of them."""
+
+
+def parse_memory(text: str) -> str | None:
+    """The memory of a response: exactly one ``</think>``, then JSON with the one key ``description``, not empty.
+
+    The JSON may stand in a fence of three backticks, as models like to write it, or in a part of one, as TaskMem reads it.
+    """
+    description = _description(text)
+    return description if _is_usable(description) else None
+
+
+def parse_facts(text: str) -> tuple[str, ...] | None:
+    """A semantic memory, read likewise: its ``description`` is a list of facts, or one of them as a text."""
+    description = _description(text)
+    facts = description if isinstance(description, list) else [description]
+    return tuple(facts) if facts and all(map(_is_usable, facts)) else None
+
+
+def _description(text: str) -> Any:
+    _, end, rest = text.partition(END_OF_THOUGHT)
+    if not end or END_OF_THOUGHT in rest:
+        return None
+    try:
+        found = json.loads(rest.strip().strip(FENCE))
+    except (ValueError, RecursionError):
+        return None
+    return found["description"] if isinstance(found, dict) and list(found) == ["description"] else None
+
+
+def _is_usable(description: Any) -> bool:
+    if not isinstance(description, str) or not description.strip():
+        return False
+    try:
+        description.encode()
+    except UnicodeEncodeError:  # half a character (an escape such as \ud800): no later prompt could hold it
+        return False
+    return True
+
+
+# rows in order a0 b0 a1 b1 a2 … (video and clip; a1 needs the memory of a0, a2 those of a0 and a1) draw(2) a0 b0 a1 and
+# b1 wait: nothing has been written yet observe a0 → "a red square", b0 → (no attempt could be parsed: there is no
+# memory) draw(2) a1 with the history "a red square", b1 with an empty one The history is the planner's state, so it is
+# in the checkpoint: a resumed run has exactly the memories that were written up to it, and what came later is rolled
+# back. Rows come in the source's order; a row that has to wait is passed over and comes as soon as it may. A second
+# pass over the rows writes memories of its own.
+
+
+Choice = Literal["first", "best", "sampled"]
+LOOK_AHEAD = 2
+"""Passes over the rows that one draw may look through."""
+
+
+Memory = str | list[str]
+"""What was written of a clip: a description, or the facts of a semantic memory."""
+
+
+@dataclass(frozen=True)
+class ClipPlace:
+    """Which clip of which video a row is about, and the clips whose memories it needs. ``facts``: it writes a list."""
+
+    video: str
+    clip: int
+    needs: tuple[int, ...] = ()
+    facts: bool = False
+
+
+@runtime_checkable
+class CausalSource(Protocol):
+    """A source whose tasks are told what was written of earlier clips."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Task: ...
+
+    def place_of(self, index: int) -> ClipPlace:
+        """The clip of a row; cheap, no media are read."""
+        ...
+
+    def with_history(self, index: int, memories: Mapping[int, Memory]) -> Task:
+        """The task with these memories, by clip; of a clip that is not among them nothing is known."""
+        ...
+
+
+def untold(source: TaskSource, row: int, planner: str) -> Task:
+    """A row as it can be looked at before anything was written: where the planner tells histories, with none."""
+    if planner == "causal_history" and isinstance(source, CausalSource):
+        return source.with_history(row, {})
+    return source[row]
+
+
+def gaps(source: CausalSource) -> dict[int, str]:
+    """The rows that need the memory of a clip that no row writes, each with what is wrong."""
+    places = [source.place_of(row) for row in range(len(source))]
+    written = {(place.video, place.clip) for place in places}
+    lost = {row: [clip for clip in place.needs if (place.video, clip) not in written] for row, place in enumerate(places)}
+    return {
+        row: f"row {row + 1} of the clips (clip {places[row].clip} of video '{places[row].video}') needs the memory of "
+        f"clip {clips[0]}, and no row writes it. Add the row, or begin the video at an earlier clip."
+        for row, clips in lost.items()
+        if clips
+    }
+
+
+class CausalHistory:
+    """Draws rows in order, each once the memories it needs are settled, and keeps what was written.
+
+    ``choice``: which attempt's memory is kept, the ``first`` that can be parsed, the ``best`` paid of them, or one that is
+    ``sampled`` among them. ``attempts``: how often a row is played until one can be parsed; after that its successors do
+    without its memory.
+    """
+
+    observes = True
+    row_by_row = True
+
+    def __init__(self, stream: TaskStream, choice: Choice = "first", attempts: int = 1) -> None:
+        if choice not in ("first", "best", "sampled"):
+            raise RecipeError(f"tasks.planner: choice is '{choice}'; it is first, best or sampled.")
+        if attempts < 1:
+            raise RecipeError(f"tasks.planner: attempts is {attempts}; a row is played at least once.")
+        if len(stream.sources) != 1 or not isinstance(stream.sources[0], CausalSource):
+            raise RecipeError(
+                "tasks.planner: causal_history takes one source of clips that can be told a history, such as taskmem; "
+                "tasks.train has another."
+            )
+        if stream.shuffle:
+            raise RecipeError("tasks.shuffle: causal_history takes rows in their order; set tasks.shuffle: false.")
+        self.stream, self.choice, self.attempts = stream, choice, attempts
+        self.source: CausalSource = stream.sources[0]
+        self._places = [self.source.place_of(row) for row in range(len(self.source))]
+        self._gaps = gaps(self.source)
+        if self._gaps and stream.on_bad_row == "refuse":
+            raise with_way_out(TaskError(next(iter(self._gaps.values()))))
+        self.first = 0
+        """The first position that was not settled yet; positions count on from pass to pass."""
+        self.settled: set[int] = set()
+        self.open: dict[str, int] = {}
+        """Positions that were drawn since the last observation, by task id."""
+        self.tries: dict[int, int] = {}
+        self.history: dict[tuple[int, str], dict[int, Memory | None]] = {}
+        """By pass and video: the memory of each clip, None where there is none."""
+
+    def turns(self) -> list[int]:
+        """How many rows the draws have come to."""
+        return [max([self.first, *(position + 1 for position in (*self.settled, *self.open.values()))])]
+
+    def draw(self, count: int) -> PlannedTasks:
+        """The next rows whose needs are settled."""
+        tasks: list[Task] = []
+        skipped: list[SkippedRow] = []
+        taken = set(self.open.values())
+        rows = len(self._places)
+        for position in range(self.first, self.first + LOOK_AHEAD * rows):
+            if len(tasks) == count:
+                break
+            if position in self.settled or position in taken or not self._ready(position):
+                continue
+            try:
+                task = self._task(position)
+            except (TaskError, MediaError) as error:
+                if self.stream.on_bad_row == "refuse":
+                    raise with_way_out(error) from error
+                skipped.append(SkippedRow(0, position % rows, str(error)))
+                self._settle(position, None)
+                continue
+            if task.id in self.open:  # the same row in the next pass: the first must be observed before
+                continue
+            tasks.append(task)
+            self.open[task.id] = position
+        if len(tasks) < count:
+            videos = len({place.video for place in self._places})
+            raise TaskError(
+                f"causal_history: {count} tasks are to be drawn and {len(tasks)} can be, because the others wait for what "
+                f"these write. The data has {videos} videos, and of each one clip can be played at a time: set "
+                "batch.prompts_per_step to at most that."
+            )
+        return PlannedTasks(tuple(tasks), tuple(skipped))
+
+    def observe(self, groups: Sequence[GroupOutcome]) -> None:
+        """Keep one memory of each group; what was drawn and not played to its end comes again."""
+        for outcome in groups:
+            position = self.open.pop(outcome.task_id, None)
+            if position is not None:
+                self._conclude(position, self._chosen(outcome, position))
+        for position in [*self.open.values()]:
+            self._conclude(position, None)
+        self.open.clear()
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the draws are, and every memory that may still be needed."""
+        return {
+            "first": self.first,
+            "settled": sorted(self.settled),
+            "open": [[id, position] for id, position in self.open.items()],
+            "tries": [[position, tries] for position, tries in sorted(self.tries.items())],
+            "history": [
+                [turn, video, [[clip, memory] for clip, memory in sorted(memories.items())]]
+                for (turn, video), memories in sorted(self.history.items())
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; memories that were written after it are gone."""
+        self.first, self.settled = state["first"], set(state["settled"])
+        self.open = dict(state["open"])
+        self.tries = dict(state["tries"])
+        self.history = {(turn, video): dict(memories) for turn, video, memories in state["history"]}
+
+    def _task(self, position: int) -> Task:
+        turn, row = divmod(position, len(self._places))
+        place = self._places[row]
+        known = self.history.get((turn, place.video), {})
+        if row in self._gaps:
+            raise TaskError(self._gaps[row])
+        memories = {clip: memory for clip in place.needs if (memory := known[clip]) is not None}
+        return self.source.with_history(row, memories)
+
+    def _ready(self, position: int) -> bool:
+        """True if every memory a row needs is settled, or one never will be."""
+        turn, row = divmod(position, len(self._places))
+        place = self._places[row]
+        known = self.history.get((turn, place.video), {})
+        return row in self._gaps or all(clip in known for clip in place.needs)
+
+    def _chosen(self, outcome: GroupOutcome, position: int) -> Memory | None:
+        """The memory of a group that is kept."""
+        parse: Callable[[str], Memory | None] = _facts if self._places[position % len(self._places)].facts else parse_memory
+        parsed = [(i, memory) for i, text in enumerate(outcome.responses) if (memory := parse(text)) is not None]
+        if not parsed:
+            return None
+        if self.choice == "best":
+            paid = [(reward, -i, memory) for i, memory in parsed if (reward := outcome.rewards[i]) is not None]
+            return max(paid)[2] if paid else parsed[0][1]
+        if self.choice == "sampled":
+            digest = hashlib.blake2b(f"{self.stream.seed}/memory/{position}".encode(), digest_size=8).digest()
+            return parsed[int.from_bytes(digest, "little") % len(parsed)][1]
+        return parsed[0][1]
+
+    def _conclude(self, position: int, memory: Memory | None) -> None:
+        """Settle a row, or have it drawn again where nothing could be kept of it."""
+        tries = self.tries.pop(position, 0) + 1
+        if memory is None and tries < self.attempts:
+            self.tries[position] = tries
+        else:
+            self._settle(position, memory)
+
+    def _settle(self, position: int, memory: Memory | None) -> None:
+        turn, row = divmod(position, len(self._places))
+        place = self._places[row]
+        self.history.setdefault((turn, place.video), {})[place.clip] = memory
+        self.settled.add(position)
+
+    def _forget(self) -> None:
+        """Count on past what is settled, and drop the memories of passes that are over, but for the last one's."""
+        while self.first in self.settled:
+            self.settled.discard(self.first)
+            self.first += 1
+        passed = self.first // len(self._places)
+        self.history = {key: memories for key, memories in self.history.items() if key[0] >= passed - 1}
+
+
+def _facts(text: str) -> Memory | None:
+    return None if (facts := parse_facts(text)) is None else list(facts)

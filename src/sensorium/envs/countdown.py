@@ -8,9 +8,9 @@ from typing import Any
 
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.actions import TurnPay
-from sensorium.envs.calculator import NotArithmetic, evaluate, in_words, numbers_in
 from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.responses import ResponseFormat
+from sensorium.envs.shipped_tools import NotArithmetic, evaluate, in_words, numbers_in
 from sensorium.vocabulary.content import Message, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from sensorium.cluster.piped_process import PipedProcess, ProcessLost
+from sensorium.cluster.python_process import PipedProcess, ProcessLost
 from sensorium.vocabulary.errors import RecipeError
 
 # The renderer reads local files that an ``<image>`` names, crashes on deep nesting and can be made to work for minutes,

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sensorium.evaluation.folder import EvaluationFolder
-from sensorium.evaluation.intervals import mean_interval, paired_interval, sign_test
-from sensorium.evaluation.samples import Sample, mean_at_k
-from sensorium.evaluation.summary import by_task
+from sensorium.evaluation.summary import Sample, by_task, mean_at_k, mean_interval, paired_interval, sign_test
 from sensorium.vocabulary.errors import TaskError
 
 Name = tuple[str, int]

@@ -12,8 +12,7 @@ from sensorium.assembly.session import Session, model_session, sampling_of
 from sensorium.cluster.event_loop import run_async
 from sensorium.data.mixture import each_once, make_sources
 from sensorium.engines.protocol import Sampling
-from sensorium.evaluation.samples import sample_of
-from sensorium.evaluation.summary import summarize_samples
+from sensorium.evaluation.summary import sample_of, summarize_samples
 from sensorium.recipe.plan import CLIPS_AT_ONCE
 from sensorium.recipe.schema import Recipe, RolloutSection
 from sensorium.rewards.scorer import GroupScoring, Scorer

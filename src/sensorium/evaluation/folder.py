@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sensorium.evaluation.samples import Row, Sample, sample_from
+from sensorium.evaluation.summary import Row, Sample, sample_from
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.checkpoint_layout import checkpoint_of_run
 from sensorium.runs.durable import flush, read_json, read_rows, to_line, write_all, write_whole, writing

@@ -12,9 +12,8 @@ from sensorium.cluster.event_loop import lasting_objects, run_async
 from sensorium.data.mixture import each_once, make_sources, table_columns, with_way_out
 from sensorium.evaluation.evaluate import attempt_of, cut, play_chunks
 from sensorium.evaluation.folder import EvaluationFolder, Journal, add_costs
-from sensorium.evaluation.samples import Row, row_of, sample_of
-from sensorium.evaluation.summary import summarize_samples
-from sensorium.models.checkpoint_source import identity
+from sensorium.evaluation.summary import Row, row_of, sample_of, summarize_samples
+from sensorium.models.checkpoint_path import identity
 from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import markdown, summary_grid
 from sensorium.rewards.scorer import Scorer

@@ -1,15 +1,227 @@
-"""The summary of an evaluation: plain numbers, each with what it was measured on.
+"""Samples of an evaluation and what they come to: means, best and majority of several, each with its interval."""
 
-Accuracy is about right and wrong, reward about what was paid; neither is ever told for the other. Every interval takes the
-task as its unit: samples of one task are alike, so that more of them make a task's own number surer, not the tasks more.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import comb, sqrt
 from typing import Any
 
-from sensorium.evaluation.intervals import mean_interval
-from sensorium.evaluation.samples import Sample, best_at_k, majority_at_k, mean_at_k
-from sensorium.vocabulary.episode import Status
+from sensorium.runs.episodes import messages_to_json
+from sensorium.vocabulary.content import Message, assistant
+from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.score import by_name
+from sensorium.vocabulary.task import Task
+
+Z95 = 1.959963984540054
+
+
+def wilson(successes: float, trials: float, z: float = Z95) -> tuple[float, float]:
+    """Wilson's interval of a share; sound near 0 and 1 and for few trials."""
+    if trials <= 0:
+        raise ValueError("an interval needs at least one trial")
+    share = successes / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(values: Sequence[float], samples: int = 1, z: float = Z95) -> tuple[float, float]:
+    """95 % interval of the mean of per-task shares, each of ``samples`` samples that may be alike.
+
+    Wilson's, for as many independent trials as the spread among tasks is worth: one a task where its samples always agree,
+    up to ``samples`` a task where tasks differ no more than by chance.
+    """
+    tasks, total = len(values), sum(values)
+    if tasks == 1 or all(value in (0.0, 1.0) for value in values):
+        return wilson(total, tasks, z)
+    mean = total / tasks
+    variance = sum((value - mean) ** 2 for value in values) / (tasks - 1)
+    most = tasks * samples
+    trials = min(most, tasks * mean * (1 - mean) / variance) if variance > 0 else most
+    return wilson(mean * trials, trials, z)
+
+
+def paired_interval(differences: Sequence[float], z: float = Z95) -> tuple[float, float]:
+    """95 % interval of the mean of per-task differences, each within [-1, 1].
+
+    By Bonett and Price (2012): one task won and one lost are added, then the normal interval is taken. So it is sound for
+    few tasks, and has a width where no task changed. It needs no random numbers.
+    """
+    if not differences:
+        raise ValueError("an interval needs at least one task")
+    count = len(differences) + 2
+    mean = sum(differences) / count
+    variance = (sum(value * value for value in differences) + 2) / count - mean * mean
+    half = z * sqrt(variance / count)
+    return max(-1.0, mean - half), min(1.0, mean + half)
+
+
+def sign_test(one: int, other: int) -> float:
+    """McNemar's exact two-sided p: how often chance alone would share out ``one + other`` changed tasks as unevenly."""
+    changed = one + other
+    tail = sum(comb(changed, i) for i in range(min(one, other) + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+Row = dict[str, Any]
+TERM = "reward/"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """``position`` is the task's place in the list of tasks, ``index`` the attempt's among those at this task.
+
+    ``terms`` are the named parts of the reward before their ``weights``: the weighted parts sum up to ``reward``.
+    ``votes``: a term can extract an answer; ``extracted`` is what it took for it. ``question`` stands for what was shown.
+    """
+
+    task: str
+    position: int
+    index: int
+    category: str
+    status: Status
+    correct: bool | None
+    reward: float | None
+    terms: Mapping[str, float | None] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    answer: Any = None
+    extracted: str | None = None
+    votes: bool = False
+    length: int = 0
+    turns: int = 0
+    question: str = ""
+
+
+def sample_of(task: Task, position: int, episode: Episode, extracted: str | None, votes: bool) -> Sample:
+    """A scored episode as a sample."""
+    return Sample(
+        task=task.id,
+        position=position,
+        index=episode.index,
+        category=str(task.metadata.get("category", "all")),
+        status=episode.status,
+        correct=episode.correct,
+        reward=episode.reward,
+        terms=by_name(episode.scores),
+        weights={score.name: score.weight for score in episode.scores},
+        answer=task.answer,
+        extracted=extracted,
+        votes=votes,
+        length=episode.sampled_tokens,
+        turns=len(episode.turns),
+        question=_question(messages_to_json(_shown(task, episode))),
+    )
+
+
+def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
+    """The line of a sample: what was counted, then what was asked and written; of an environment, all turns in order."""
+    reasons = {score.name: score.reason for score in episode.scores if score.missing}
+    environment = task.environment
+    return {
+        "task": sample.task,
+        "position": sample.position,
+        "sample": sample.index,
+        "category": sample.category,
+        "seed": seed,
+        "status": sample.status.value,
+        "correct": sample.correct,
+        "reward": sample.reward,
+        **{f"{TERM}{name}": value for name, value in sample.terms.items()},
+        "weights": dict(sample.weights),
+        "answer": sample.answer,
+        **({"extracted": sample.extracted} if sample.votes else {}),
+        "length": sample.length,
+        "turns": sample.turns,
+        **({"missing": reasons} if reasons else {}),
+        **({"failure": episode.failure} if episode.failure else {}),
+        **({"environment": {"name": environment.name, "seed": environment.seed}} if environment is not None else {}),
+        "messages": messages_to_json(_shown(task, episode)),
+        **({"conversation": messages_to_json([*_conversation(episode)])} if environment is not None else {}),
+        "response": episode.response,
+    }
+
+
+def sample_from(row: Row) -> Sample:
+    """The sample of a line."""
+    return Sample(
+        task=row["task"],
+        position=row["position"],
+        index=row["sample"],
+        category=row["category"],
+        status=Status(row["status"]),
+        correct=row["correct"],
+        reward=row["reward"],
+        terms={key.removeprefix(TERM): value for key, value in row.items() if key.startswith(TERM)},
+        weights=row["weights"],
+        answer=row["answer"],
+        extracted=row.get("extracted"),
+        votes="extracted" in row,
+        length=row["length"],
+        turns=row["turns"],
+        question=_question(row["messages"]),
+    )
+
+
+def _shown(task: Task, episode: Episode) -> tuple[Any, ...]:
+    """The prompt; of a task that is played in an environment, what that showed first."""
+    return task.messages or (episode.turns[0].observation if episode.turns else ())
+
+
+def _conversation(episode: Episode) -> Iterator[Message]:
+    """All that was shown and written in an environment, in order: its head, then each observation and its response."""
+    yield from episode.head
+    for turn in episode.turns:
+        yield from turn.observation
+        yield assistant(turn.response.text)
+
+
+def _question(messages: Sequence[Row]) -> str:
+    """What was asked and shown, in few letters. Where a file lay is no part of it."""
+    blocks = [[{k: v for k, v in block.items() if k != "origin"} for block in message["content"]] for message in messages]
+    return hashlib.blake2b(json.dumps(blocks, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+# A sample that was not judged (it failed, or its judge did) is left out; a task without judged samples has no number.
+
+
+def mean_at_k(samples: Sequence[Sample]) -> float | None:
+    """The share of right samples."""
+    verdicts = _verdicts(samples)
+    return sum(verdicts) / len(verdicts) if verdicts else None
+
+
+def best_at_k(samples: Sequence[Sample]) -> float | None:
+    """1 if any sample is right (pass@k), else 0."""
+    verdicts = _verdicts(samples)
+    return float(any(verdicts)) if verdicts else None
+
+
+def majority_at_k(samples: Sequence[Sample]) -> float | None:
+    """1 if the answer most samples gave is right, else 0.
+
+    Of answers given equally often the one that was given first wins. A sample without an answer does not vote; if none
+    votes, the task is wrong. An answer is as right as the first sample that gave it.
+    """
+    judged = [sample for sample in samples if sample.correct is not None]
+    if not judged:
+        return None
+    votes = Counter(sample.extracted for sample in judged if sample.extracted is not None)
+    if not votes:
+        return 0.0
+    [(winner, _)] = votes.most_common(1)
+    return float(next(sample.correct is True for sample in judged if sample.extracted == winner))
+
+
+def _verdicts(samples: Sequence[Sample]) -> list[bool]:
+    return [sample.correct for sample in samples if sample.correct is not None]
+
+
+# Accuracy is about right and wrong, reward about what was paid; neither is ever told for the other. Every interval takes
+# the task as its unit: samples of one task are alike, so that more of them make a task's own number surer, not the tasks
+# more.
+
 
 Tasks = Sequence[Sequence[Sample]]
 """The samples of every task."""

@@ -148,7 +148,7 @@ def play(engines: list[Engine], groups: Iterable[PlayedGroup], version: int = 0)
 
 
 # synchronous play 1 · score 1 · update 1, push · play 2 · … everybody waits for the slowest response one_step_off play
-# 2 · (update 1, push beside scoring 2) · play 3 · … as trainer/schedule.py does it: engines never sample while an
+# 2 · (update 1, push beside scoring 2) · play 3 · … as trainer/schedules.py does it: engines never sample while an
 # update is in flight asynchronous engines play on while ranks update; a step trains on complete groups, the oldest
 # first. With staleness S and P groups a step, at most (S + 1)·P groups are open, and a step waits until after it at
 # most k·P groups must be trained within the next k steps. A push pauses the engines, and what is open goes on with the

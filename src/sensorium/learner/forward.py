@@ -1,24 +1,10 @@
-"""Which media of an update are encoded with their micro-batch, so that the tower holds little at a time.
-
-A tower's pass and its backward enclose the whole update where several micro-batches show a medium. It then holds the
-inputs of its blocks for all of them, and computes the rest again. A medium that one micro-batch alone shows can be done
-with there. That is worth it in two cases:
-
-- there is room to keep all that the backward pass needs of one micro-batch, so that nothing is computed again;
-- the inputs of blocks alone, of all media, are too many to be held.
-
-Example, with room for 600 patches kept and none recomputed, a medium of 200 patches each:
-
-    micro-batch 0 shows a b c, micro-batch 1 shows d e f     all are apart: 600 patches are kept at a time
-    micro-batch 0 shows a b c d, micro-batch 1 shows d e     a b c and e are apart, d is shown twice
-
-Where there is room for all 1,200, nothing is apart and everything is kept: one pass is better than two smaller ones.
-"""
+"""A packed micro-batch through the policy: towers once per update, language model, log-probs of the sampled tokens."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +13,75 @@ from torch.utils.checkpoint import checkpoint
 from sensorium.kernels.fallbacks import fall_back, given_up
 from sensorium.kernels.matched_ops import with_gradient_of
 from sensorium.learner.packing import MicroBatch, Packing, media_of
-from sensorium.learner.token_logprobs import FORBIDDEN, TokenLogprobs
-from sensorium.learner.token_shares import SlotShare
+from sensorium.learner.sequence_parallel import SlotShare
 from sensorium.models.matched import matched_logprobs
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement
 from sensorium.recipe.activations import WHOLE_BYTES, TowerRoom
 from sensorium.vocabulary.content import Media
+
+# The policy is softmax(logits / temperature + bias); forbidden ids have the bias ``FORBIDDEN``. Axes: M tokens, V
+# vocabulary.
+
+
+# Stands for minus infinity, but makes 0 when multiplied by a probability of 0.
+FORBIDDEN = -1e30
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """(logits, targets) → log-probs of the targets and entropies, keeping nothing but the probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_MV: Tensor, targets_M: Tensor, bias_V: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        scaled_MV = torch.add(bias_V, logits_MV, alpha=1 / temperature)
+        scaled_MV -= scaled_MV.amax(1, keepdim=True)
+        chosen_M = scaled_MV.gather(1, targets_M[:, None])[:, 0]
+        probs_MV = scaled_MV.exp()
+        sums_M = probs_MV.sum(1)
+        logs_M = sums_M.log()
+        probs_MV /= sums_M[:, None]
+        entropies_M = logs_M - scaled_MV.mul_(probs_MV).sum(1)
+        ctx.temperature = temperature
+        ctx.save_for_backward(probs_MV, targets_M, entropies_M)
+        ctx.set_materialize_grads(False)
+        return chosen_M - logs_M, entropies_M
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        probs_MV, targets_M, entropies_M = ctx.saved_tensors
+        logprobs_M, entropy_M = gradients
+        result_MV = None
+        if logprobs_M is not None:
+            result_MV = probs_MV * (-logprobs_M / ctx.temperature)[:, None]
+            result_MV.scatter_add_(1, targets_M[:, None], (logprobs_M / ctx.temperature)[:, None])
+        if entropy_M is not None:
+            slope_MV = _entropy_gradient(probs_MV, entropies_M, entropy_M / ctx.temperature)
+            result_MV = slope_MV if result_MV is None else result_MV.add_(slope_MV)
+        return result_MV, None, None, None
+
+
+def _entropy_gradient(probs_MV: Tensor, entropies_M: Tensor, pull_M: Tensor) -> Tensor:
+    """dH/dz = -p·(log p + H), pulled."""
+    slope_MV = torch.xlogy(probs_MV, probs_MV).addcmul_(probs_MV, entropies_M[:, None])
+    return slope_MV.mul_(-pull_M[:, None])
+
+
+# A tower's pass and its backward enclose the whole update where several micro-batches show a medium. It then holds the
+# inputs of its blocks for all of them, and computes the rest again. A medium that one micro-batch alone shows can be done
+# with there. That is worth it in two cases:
+#
+# - there is room to keep all that the backward pass needs of one micro-batch, so that nothing is computed again;
+# - the inputs of blocks alone, of all media, are too many to be held.
+#
+# Example, with room for 600 patches kept and none recomputed, a medium of 200 patches each:
+#
+#     micro-batch 0 shows a b c, micro-batch 1 shows d e f     all are apart: 600 patches are kept at a time
+#     micro-batch 0 shows a b c d, micro-batch 1 shows d e     a b c and e are apart, d is shown twice
+#
+# Where there is room for all 1,200, nothing is apart and everything is kept: one pass is better than two smaller ones.
+
 
 REPEATED = (
     "pictures and videos that several micro-batches of an update show are encoded anew by each of them, because the GPU "
@@ -278,7 +326,7 @@ class LogprobScorer:
         if self._fused is None and len(hidden_MH):  # a rank may predict nothing in its first micro-batch
             self._fused = self._fuses(hidden_MH.detach(), targets_M)
         if self._fused:
-            from sensorium.kernels.head_triton import HeadLogprobs
+            from sensorium.kernels.learner_triton import HeadLogprobs
 
             weight_VH = self.policy.adapter.head.weight
             found: tuple[Tensor, Tensor] = HeadLogprobs.apply(
@@ -297,7 +345,7 @@ class LogprobScorer:
         if not hidden_MH.is_cuda or type(head) is not nn.Linear or head.bias is not None:
             return False
         try:
-            from sensorium.kernels.head_triton import HeadLogprobs
+            from sensorium.kernels.learner_triton import HeadLogprobs
 
             given = hidden_MH[:TRIAL_ROWS], targets_M[:TRIAL_ROWS]
             with torch.no_grad():

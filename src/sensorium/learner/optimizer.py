@@ -1,12 +1,4 @@
-"""Float32 numbers held in 16-bit halves: a bfloat16 weight with its remainder, and moments rounded at random.
-
-    master     0x3F80_8001   1.0039064…  what the optimizer moves
-    weight     0x3F81        1.0078125   the master rounded to bfloat16, ties away from zero: what the model computes with
-    remainder      -0x7FFF               master's bits minus the weight's, as 16 bits
-
-Weight and remainder together are the master, bit for bit, in half the memory of a copy. Ties go away from zero because
-to-even would leave 65,537 remainders: one more than 16 bits hold.
-"""
+"""AdamW that updates weights as in float32, whatever dtype they are stored in; moments in 8 bits where asked."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +12,79 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sensorium.learner import eight_bits
 from sensorium.learner.saved_state import is_sharded, local_of, part_for, spread_like
 from sensorium.learner.team import ALONE, Team
 from sensorium.recipe.plan import EIGHT_BITS_APART
 from sensorium.recipe.schema import OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
+
+#     block       0.5     -0.03125      0         the largest is 0.5
+#     codes       127     128 + 95      0         eight codes are a factor of two: 0.5 · 2^((95 - 127) / 8) = 0.03125
+#
+# A first moment has a sign and 127 sizes, down to 2^-15.75 of the largest; a second moment 255 sizes, down to 2^-31.75,
+# whose root goes as far. Neighbouring codes are 9 % apart, and a number between two becomes one of them at random, so that
+# it is right on average and small changes add up. On a linear scale small numbers of a block would become 0 or far too
+# large, and a step divides the one moment by the other's root. So a second moment that is not 0 never becomes 0.
+
+
+BLOCK = 256
+PER_OCTAVE = 8
+FIRST, SECOND = 127, 255  # the codes of the largest value
+SIGN = 128
+
+
+def blocks_of(count: int) -> int:
+    """Blocks of so many numbers."""
+    return -(-count // BLOCK)
+
+
+def pack_eight_bits(values: Tensor, levels: int, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes in the shape of the float32 values, and the largest of each block; ``noise`` is uniform in 0 … 65535."""
+    blocks = _in_blocks(values.flatten())
+    top_N1 = blocks.abs().amax(1, keepdim=True)
+    share = blocks.abs() / top_N1.clamp(min=torch.finfo(torch.float32).tiny)
+    below = (levels + PER_OCTAVE * share.log2()).floor().clamp(0, levels - 1)  # log2(0) is minus infinity
+    scale = sizes(levels, values.device)
+    low, high = scale[below.int()], scale[below.int() + 1]
+    up = _in_blocks(noise.flatten()).float() < (share - low) / (high - low) * 65536
+    codes = below.to(torch.uint8) + up.to(torch.uint8)
+    if levels == SECOND:
+        codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
+    else:
+        codes = torch.where(blocks < 0, codes + SIGN, codes)
+    return codes.flatten()[: values.numel()].view(values.shape), top_N1[:, 0]
+
+
+def unpack_eight_bits(codes: Tensor, tops_N: Tensor, levels: int) -> Tensor:
+    """Float32 values of codes."""
+    blocks = _in_blocks(codes.flatten())
+    size = blocks if levels == SECOND else blocks % SIGN
+    values = sizes(levels, codes.device)[size.int()] * tops_N[:, None]
+    if levels == FIRST:
+        values = torch.where(blocks >= SIGN, -values, values)
+    return values.flatten()[: codes.numel()].view(codes.shape)
+
+
+def sizes(levels: int, device: torch.device) -> Tensor:
+    """What the codes 0 … ``levels`` stand for, as shares of the largest value."""
+    exponents = (torch.arange(levels + 1, dtype=torch.float64) - levels) / PER_OCTAVE
+    shares = exponents.exp2()
+    shares[0] = 0
+    return shares.float().to(device)
+
+
+def _in_blocks(flat: Tensor) -> Tensor:
+    missing = -len(flat) % BLOCK
+    return torch.nn.functional.pad(flat, (0, missing)).view(-1, BLOCK)
+
+
+#     master     0x3F80_8001   1.0039064…  what the optimizer moves
+#     weight     0x3F81        1.0078125   the master rounded to bfloat16, ties away from zero: what the model computes with
+#     remainder      -0x7FFF               master's bits minus the weight's, as 16 bits
+#
+# Weight and remainder together are the master, bit for bit, in half the memory of a copy. Ties go away from zero because
+# to-even would leave 65,537 remainders: one more than 16 bits hold.
+
 
 HALF = 0x8000
 MASK = 0xFFFFFFFF
@@ -150,7 +209,7 @@ class ParameterState:
             like = local_of(self.parameter)
             self.first, self.second = (torch.zeros_like(like, dtype=self._moments) for _ in range(2))
             if self._moments == torch.uint8:
-                self.tops = torch.zeros(2, eight_bits.blocks_of(like.numel()), device=like.device)
+                self.tops = torch.zeros(2, blocks_of(like.numel()), device=like.device)
         return self.first, self.second
 
     def read_moments(self) -> tuple[Tensor, Tensor]:
@@ -158,8 +217,8 @@ class ParameterState:
         first, second = self.make_moments()
         if self.tops is None:
             return first.float(), second.float()
-        unpack = eight_bits.unpack
-        return unpack(first, self.tops[0], eight_bits.FIRST), unpack(second, self.tops[1], eight_bits.SECOND)
+        unpack = unpack_eight_bits
+        return unpack(first, self.tops[0], FIRST), unpack(second, self.tops[1], SECOND)
 
     def write_moments(self, first: Tensor, second: Tensor) -> None:
         """Hold float32 moments, rounded at random where they are held in fewer bits."""
@@ -171,7 +230,7 @@ class ParameterState:
             if self.tops is None:
                 held[i].copy_(rounded_at_random(value, bits))
             else:
-                codes, tops = eight_bits.pack(value, (eight_bits.FIRST, eight_bits.SECOND)[i], bits)
+                codes, tops = pack_eight_bits(value, (FIRST, SECOND)[i], bits)
                 held[i].copy_(codes)
                 self.tops[i].copy_(tops)
 

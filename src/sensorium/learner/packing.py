@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sensorium.kernels.matched_ops import MatchedOps
 from sensorium.learner.credited_episode import CreditedEpisode, Groups, LayOut, Positions
-from sensorium.learner.shared_attention import SharedAttention
-from sensorium.learner.token_shares import SlotShare, TokenGroup, share_tokens, slot_share
+from sensorium.learner.sequence_parallel import SharedAttention, SlotShare, TokenGroup, share_tokens, slot_share
 from sensorium.learner.tree_attention import LevelAttention, MatchedTree, TokenRun, TreeAttention, arrange, arrange_levels
 from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sensorium.learner.packing import Packing
-from sensorium.learner.token_shares import TokenGroup
+from sensorium.learner.sequence_parallel import TokenGroup
 
 
 class Team:

@@ -424,7 +424,7 @@ class TorchFlash:
 
     def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None:
         """Add a part to the tokens from ``start`` on, in place."""
-        from sensorium.kernels.merge_triton import merge
+        from sensorium.kernels.learner_triton import merge
 
         merge(out, lse, more, more_lse, start)
 

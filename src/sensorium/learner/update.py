@@ -21,8 +21,16 @@ from torch import Tensor
 from sensorium.algorithms import correction, kl
 from sensorium.algorithms.aggregation import sequence_weights
 from sensorium.algorithms.correction import effective_share
-from sensorium.algorithms.losses import TokenLoss, Tokens, UpdateTokens, log_ratio
-from sensorium.algorithms.router import RouterLoad, balance_loss, load_metrics, router_load
+from sensorium.algorithms.losses import (
+    RouterLoad,
+    TokenLoss,
+    Tokens,
+    UpdateTokens,
+    balance_loss,
+    load_metrics,
+    log_ratio,
+    router_load,
+)
 from sensorium.learner.credited_episode import AskedValues, SampledTokens
 from sensorium.learner.critic import Critic, ValuePass
 from sensorium.learner.forward import LogprobScorer, TowerPasses, UpdateFeatures, hidden_states, tower_passes

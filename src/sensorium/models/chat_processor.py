@@ -12,10 +12,9 @@ from sensorium.data.decoder import Decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import PreparedMedia
-from sensorium.models.rendering import ChatRenderer
+from sensorium.models.rendering import ChatRenderer, TokenTable
 from sensorium.models.segment_expansion import Layouts
 from sensorium.models.segment_layout import Layout
-from sensorium.models.token_bytes import TokenTable
 from sensorium.recipe.activations import PATCHES
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment, VersionSpan

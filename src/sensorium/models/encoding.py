@@ -12,7 +12,7 @@ from sensorium.data.lru import LRU
 from sensorium.kernels.matched_ops import MatchedOps
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import Family, Tower
-from sensorium.models.matched_towers import TowerCompany
+from sensorium.models.matched import TowerCompany
 from sensorium.models.prepared_media import PreparedMedia
 from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
-HEAD_ROWS = 2048  # rows of logits at once (kernels/head_triton.py)
+HEAD_ROWS = 2048  # rows of logits at once (kernels/learner_triton.py)
 PATCHES = 4  # patches that become one token
 # What a tower holds through a whole update at most. One pass over few pictures is better than several over fewer: those are
 # launched more slowly than they are computed.

@@ -15,12 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from sensorium.report.cards import first_group_lines
 from sensorium.report.charts import bounds, chart, smooth, sparkline
-from sensorium.report.examples import first_group_lines
 from sensorium.report.tables import count_text, interval_text, share_or_reward
 from sensorium.report.terminal import Terminal
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
-from sensorium.runs.findings import Notice
+from sensorium.runs.metrics import Notice
 from sensorium.vocabulary.episode import Group as EpisodeGroup
 
 # A log is never flooded: without a terminal a line is printed for the first step, for evaluations, for the last step,

@@ -17,14 +17,12 @@ from sensorium.recipe.schema import MediaSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.report.album import Album
-from sensorium.report.cards import comparison_card, group_card
+from sensorium.report.cards import Comparisons, Kind, compare_evaluations, comparison_card, group_card, training_groups
 from sensorium.report.charts import Axis, Series, line_chart
 from sensorium.report.console import duration
-from sensorium.report.examples import Comparisons, Kind, compare_evaluations, training_groups
 from sensorium.report.tables import interval_text, share
 from sensorium.runs.durable import write_whole
-from sensorium.runs.findings import HealthRecord, Notice, SightResult, read_health
-from sensorium.runs.metrics import read_metrics
+from sensorium.runs.metrics import HealthRecord, Notice, SightResult, read_health, read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 from sensorium.vocabulary.secrets import without_keys

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.data.media_store import MediaStore
-from sensorium.runs.findings import Notice
+from sensorium.runs.metrics import Notice
 from sensorium.vocabulary.episode import Group
 
 Metrics = Mapping[str, float]

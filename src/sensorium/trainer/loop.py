@@ -1,4 +1,4 @@
-"""The loop: plan, roll out, score, credit, update, record. One class, one step at a time; trainer/schedule.py says when
+"""The loop: plan, roll out, score, credit, update, record. One class, one step at a time; trainer/schedules.py says when
 a step is played.
 
 Invariants: a step's rows are written after its update; a checkpoint is written after its step's rows; the engine never
@@ -29,20 +29,18 @@ from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.play import CANCELLED, Attempt
 from sensorium.runs.episodes import GIB, Retention, credits_of, write_episodes
 from sensorium.runs.ledger import Ledger
-from sensorium.runs.lock import refuse_moved
 from sensorium.runs.metrics import MetricsFile
 from sensorium.runs.process_table import ProcessRow
-from sensorium.runs.run_directory import RunDirectory
-from sensorium.trainer.checkpoint import Best, Checkpoints
+from sensorium.runs.run_directory import RunDirectory, refuse_moved
+from sensorium.trainer.checkpoint import Best, Checkpoints, keep_batch
 from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.credit import credit
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.monitor import Health, refuse_ruined
 from sensorium.trainer.health.start_checks import has_demonstration
 from sensorium.trainer.heartbeat import Heartbeat, run_end
-from sensorium.trainer.kept_batch import keep_batch
 from sensorium.trainer.run_evaluation import RunEvaluator
-from sensorium.trainer.schedule import Schedule, make_schedule
+from sensorium.trainer.schedules import Schedule, make_schedule
 from sensorium.trainer.step_metrics import Clock, MediaMeter, episode_metrics, staleness_metrics
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
 from sensorium.vocabulary.episode import Group, Status

@@ -28,9 +28,8 @@ from sensorium.assembly.session import (
     refuse_unanswered,
 )
 from sensorium.cluster.event_loop import run_async
-from sensorium.cluster.ray_cluster import found_cluster
-from sensorium.data.epochs import resolve_epochs
-from sensorium.data.mixture import a_few, each_once, make_sources
+from sensorium.cluster.ray_host import found_cluster
+from sensorium.data.mixture import a_few, each_once, make_sources, resolve_epochs
 from sensorium.data.planner import make_planner
 from sensorium.evaluation.evaluate import Variant, measure
 from sensorium.recipe.algorithm_checks import cautions
@@ -44,9 +43,8 @@ from sensorium.report.watcher import Watcher, Watchers
 from sensorium.runs.checkpoint_layout import has_digests, refuse_foreign
 from sensorium.runs.durable import cannot_write, full_disk_error, read_rows, refuse_full
 from sensorium.runs.ledger import Ledger
-from sensorium.runs.lock import NAME as LOCK
-from sensorium.runs.lock import lock_run, refuse_moved
-from sensorium.runs.run_directory import RunDirectory
+from sensorium.runs.run_directory import NAME as LOCK
+from sensorium.runs.run_directory import RunDirectory, lock_run, refuse_moved
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.health.start_checks import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sensorium.recipe.load import dump_recipe, load_recipe
-from sensorium.recipe.own_modules import own_modules, refuse_loaded_elsewhere
+from sensorium.recipe.names import own_modules, refuse_loaded_elsewhere
 from sensorium.recipe.schema import EngineSection, OptimizerSection, Recipe
 from sensorium.recipe.traits import estimator_traits
 from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken

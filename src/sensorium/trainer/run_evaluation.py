@@ -12,7 +12,7 @@ from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_sc
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Watcher
 from sensorium.runs.episodes import write_episodes
-from sensorium.runs.findings import SightResult
+from sensorium.runs.metrics import SightResult
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.step_metrics import MediaMeter

@@ -17,8 +17,7 @@ from sensorium.data.pictures import encode_png
 from sensorium.data.rows import JsonlRows
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
-from sensorium.envs.calculator import Calculator
-from sensorium.envs.crop import Crop
+from sensorium.envs.shipped_tools import Calculator, Crop
 from sensorium.envs.tool_use import Toolbox, ToolContext, ToolSpec, ToolUse, write_call
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny

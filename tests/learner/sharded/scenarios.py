@@ -185,7 +185,7 @@ def _learner(scenario: Scenario, policy: Policy, team: Team) -> Learner:
     reference = policy.frozen_copy() if algorithm.kl.coef else None
     trunk = policy.copy() if algorithm.critic is VALUES else None
     if team is not ALONE:
-        from sensorium.learner.sharded.sharding import shard_policy
+        from sensorium.learner.sharding import shard_policy
 
         shard_policy(policy, team, scenario.freeze, offload=scenario.offload)
         if reference is not None:
@@ -226,7 +226,7 @@ def main(rank: str, size: str, folder: str, *names: str) -> None:
     """Compute scenarios as a rank, and write what came of each to ``SIZE-RANK-NAME.pt``."""
     import torch.distributed as dist
 
-    from sensorium.learner.sharded.rank_team import RankTeam
+    from sensorium.learner.rank_team import RankTeam
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

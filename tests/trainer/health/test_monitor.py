@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from sensorium.report.watcher import Watcher
-from sensorium.runs.findings import Notice, SightResult, read_health
-from sensorium.runs.metrics import MetricsFile
+from sensorium.runs.metrics import MetricsFile, Notice, SightResult, read_health
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.health.facts import Evidence
 from sensorium.trainer.health.monitor import Courses, Health, run_untrained

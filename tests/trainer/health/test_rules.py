@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.evaluation.intervals import wilson
+from sensorium.evaluation.summary import wilson
 from sensorium.recipe.schema import Recipe
-from sensorium.runs.findings import Finding, SightResult
+from sensorium.runs.metrics import Finding, SightResult
 from sensorium.trainer.health.facts import Evidence, HeldOutResult, History, StepFacts, has_trained
 from sensorium.trainer.health.rules import RULES, constant_term, examine
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user

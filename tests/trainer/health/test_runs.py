@@ -13,8 +13,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.recipe.load import parse_recipe
-from sensorium.runs.findings import read_health
-from sensorium.runs.metrics import read_metrics
+from sensorium.runs.metrics import read_health, read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Episode, Message, Score, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, NothingTrained, TaskError

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.runs.findings import SightResult
+from sensorium.runs.metrics import SightResult
 from sensorium.trainer.health.sight import _Blanked, _compared, spread
 from sensorium.vocabulary import Episode, Group, Message, Score, Segment, Status, Task, Turn, system, user
 

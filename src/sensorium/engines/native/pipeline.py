@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_state import RowLayout
-from sensorium.engines.native.graphs import DecodeRunner, bucket_of
+from sensorium.engines.native.graphs import DecodeRunner, MatchedPrefill, bucket_of
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool
-from sensorium.engines.native.matched_decoding import MatchedPrefill
 from sensorium.engines.native.prefill import SharedContext, prefill
 from sensorium.engines.native.prefix_cache import PrefixEntry, StoredKV
 from sensorium.engines.native.response_rows import Row

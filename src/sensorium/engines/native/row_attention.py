@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.decode_ops import Unplaced
-from sensorium.engines.native.decode_state import DecodeRows
+from sensorium.engines.native.decode_state import DecodeRows, Unplaced
 from sensorium.engines.native.key_values import PAGE
 from sensorium.kernels.device_code import DeviceCode, NoDeviceCode, Start, addresses, launch, pointers
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.protocol import Sampling
+from sensorium.kernels.matched_ops import integer_weights, log_probs
 from sensorium.models.segment_layout import sent_to
-from sensorium.models.token_probs import integer_weights, log_probs
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sensorium.cluster.piped_process import PipedProcess, ProcessLost
+from sensorium.cluster.python_process import PipedProcess, ProcessLost
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.remote.child import framed

@@ -29,10 +29,12 @@ from sensorium.models.families.rope_positions import (
     timed_steps,
 )
 from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
-from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
-from sensorium.models.preprocessing import (
+from sensorium.models.prepared_media import (
+    Extent,
     PicturePreprocessor,
+    Preprocessor,
     SoundPreprocessor,
+    TowerInput,
     VideoPreprocessor,
     frame_rule,
     sound_tokens,

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.rope_positions import grid_offsets, three_axis_positions, timed_steps
 from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
-from sensorium.models.prepared_media import Extent, Preprocessor
-from sensorium.models.preprocessing import PicturePreprocessor, VideoPreprocessor, frame_rule, video_settings
+from sensorium.models.prepared_media import (
+    Extent,
+    PicturePreprocessor,
+    Preprocessor,
+    VideoPreprocessor,
+    frame_rule,
+    video_settings,
+)
 from sensorium.models.segment_layout import Expansion
 from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, chat_template
 from sensorium.vocabulary.content import MediaKind

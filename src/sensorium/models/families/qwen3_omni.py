@@ -39,8 +39,7 @@ from sensorium.models.families.qwen3_vl import (
 )
 from sensorium.models.families.rope_positions import MarkedBlock, interleaved_block, line_offsets
 from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
-from sensorium.models.prepared_media import Extent, TowerInput
-from sensorium.models.preprocessing import frame_rule, refuse_other_rate
+from sensorium.models.prepared_media import Extent, TowerInput, frame_rule, refuse_other_rate
 from sensorium.models.segment_layout import Expansion, Features
 from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media, MediaKind

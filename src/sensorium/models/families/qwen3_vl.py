@@ -26,8 +26,7 @@ from sensorium.models.families.qwen2_5_vl import (
 )
 from sensorium.models.families.rope_positions import grid_offsets
 from sensorium.models.family import MediaFormat
-from sensorium.models.prepared_media import Extent
-from sensorium.models.preprocessing import frame_rule
+from sensorium.models.prepared_media import Extent, frame_rule
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, chat_template
 

@@ -21,8 +21,7 @@ from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.rope_positions import one_axis_positions
 from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
 from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
-from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
-from sensorium.models.preprocessing import naming_items
+from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, FamilyFacts, Shapes
 from sensorium.vocabulary.content import Media, MediaKind

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sensorium.models.deferred import DeferredModule
-from sensorium.models.prepared_media import Extent, TowerInput
-from sensorium.models.preprocessing import naming_items
+from sensorium.models.prepared_media import Extent, TowerInput, naming_items
 from sensorium.models.segment_layout import Features
 from sensorium.recipe.family_facts import Shapes, affine
 from sensorium.vocabulary.content import Media

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from sensorium.rewards.answer import expected_answers, given_answer
+from sensorium.rewards.reward_term import expected_answers, given_answer
 from sensorium.rewards.terms import alphanumeric, choice_letter, number
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest

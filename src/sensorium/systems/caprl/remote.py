@@ -25,10 +25,9 @@ import httpx
 
 from sensorium.data.media_files import mime_type
 from sensorium.data.media_store import MediaStore
-from sensorium.rewards.answer import last_response
 from sensorium.rewards.judges.request import JudgeAnswer
 from sensorium.rewards.judges.transcripts import TranscriptLine, Transcripts
-from sensorium.rewards.reward_term import RewardContext
+from sensorium.rewards.reward_term import RewardContext, last_response
 from sensorium.rewards.scorer import Scores, judgement_keys
 from sensorium.systems.caprl.questions import CaptionQuestion
 from sensorium.systems.caprl.terms import CaptionJudgement, ReaderAnswer, described, judge_instructions, questions_of

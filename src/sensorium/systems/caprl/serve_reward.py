@@ -175,7 +175,7 @@ def workers_of(arguments: Namespace, port: int) -> "tuple[ModelWorkers, str]":
 
 
 def _gpus() -> int:
-    from sensorium.assembly.engines import gpu_count
+    from sensorium.assembly.workers import gpu_count
 
     return gpu_count()
 

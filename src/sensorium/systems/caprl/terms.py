@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from sensorium.rewards.answer import last_response
 from sensorium.rewards.judge_terms import client_of, needed
 from sensorium.rewards.judges.answer_forms import JsonAnswer, Number
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeAnswer, JudgeRequest, neutral, shortened, untrusted_message
-from sensorium.rewards.reward_term import RewardContext
+from sensorium.rewards.reward_term import RewardContext, last_response
 from sensorium.systems.caprl.questions import (
     PROMPTS,
     CaptionQuestion,

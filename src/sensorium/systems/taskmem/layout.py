@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sensorium.data.causal_history import Memory
+from sensorium.data.planner import Memory
 from sensorium.runs.checkpoint_layout import CheckpointFolder
 from sensorium.runs.durable import write_whole, writing
 from sensorium.runs.episodes import read_groups
 from sensorium.runs.run_directory import RunDirectory, step_of
-from sensorium.systems.taskmem.rows import LONGEST_NAME
+from sensorium.systems.taskmem.memory_rows import LONGEST_NAME
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import RecordError, SensoriumError

@@ -14,7 +14,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.report.page import LOSSES
 from sensorium.rewards.reward_term import ComparingTerm
 from sensorium.rewards.scorer import Scorer
-from sensorium.runs.findings import SightResult
+from sensorium.runs.metrics import SightResult
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task

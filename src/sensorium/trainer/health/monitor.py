@@ -7,8 +7,7 @@ from typing import Any
 from sensorium.learner.learner_protocol import RunLearner
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Watcher
-from sensorium.runs.findings import Finding, Notice, SightResult, State, read_health, write_notice, write_sight
-from sensorium.runs.metrics import read_metrics
+from sensorium.runs.metrics import Finding, Notice, SightResult, State, read_health, read_metrics, write_notice, write_sight
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.health.facts import Evidence, HeldOutResult, History, Row, StepFacts, held_out_result
 from sensorium.trainer.health.rules import IN_A_ROW, examine

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from math import hypot, sqrt
 from statistics import NormalDist
 
-from sensorium.data.causal_history import parse_facts, parse_memory
-from sensorium.evaluation.intervals import Z95
+from sensorium.data.planner import parse_facts, parse_memory
+from sensorium.evaluation.summary import Z95
 from sensorium.recipe.traits import estimator_traits
 from sensorium.report.page import LOSSES
 from sensorium.report.terminal import visible
-from sensorium.rewards.answer import tagged
-from sensorium.runs.findings import Finding
+from sensorium.rewards.reward_term import tagged
+from sensorium.runs.metrics import Finding
 from sensorium.trainer.health.facts import RECENT, HeldOutResult, StepFacts, lacks_answer, was_judged
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.score import Score

@@ -16,7 +16,7 @@ from sensorium.data.mixture import permuted
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.evaluation.evaluate import evaluate
 from sensorium.recipe.schema import Recipe
-from sensorium.runs.findings import SightResult
+from sensorium.runs.metrics import SightResult
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task

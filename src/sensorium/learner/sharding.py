@@ -32,8 +32,8 @@ from torch.utils._pytree import register_pytree_node
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sensorium.data.sound import encode_wav
+from sensorium.learner.rank_team import RankTeam, RankTokenGroup
 from sensorium.learner.saved_state import local_of, part_for, whole_of
-from sensorium.learner.sharded.rank_team import RankTeam, RankTokenGroup
 from sensorium.learner.team import divide
 from sensorium.models.encoding import Encoder
 from sensorium.models.family import Tower
