@@ -392,7 +392,7 @@ def _number(group_id: str) -> int:
 # With one_step_off a step is trained on what the policy before its last update wrote. The engine still never samples while
 # an update is in flight, so what overlaps is the scoring (judges, reward services) of one step and the update of another.
 # Before a checkpoint or an evaluation nothing is played ahead (``Recipe.plays_ahead``): what follows one is a function of
-# it alone. ``trainer/asynchronous.py`` has the third schedule.
+# it alone.
 
 
 def make_schedule(
