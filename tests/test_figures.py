@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.figures import ROOT, code_files, main, repeated_names
+from tools.figures import ROOT, code_files, files_by_family, main, repeated_names
 
 
 @pytest.fixture
@@ -55,3 +55,8 @@ def test_each_limit_that_is_broken_is_reported(checkout: Path, capsys: pytest.Ca
 
 def test_no_file_name_in_src_is_used_more_than_twice() -> None:
     assert repeated_names(code_files(ROOT)) == []
+
+
+def test_every_family_has_its_own_file_and_one_line_of_names() -> None:
+    for family, touched in files_by_family(ROOT, code_files(ROOT)).items():
+        assert [path.name for path in touched] == [f"{family}.py", "names.py"]

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.recipe.family_facts import FAMILIES, FamilyFacts, is_unloaded
 from sensorium.recipe.names import NAMES, register
-from sensorium.recipe.shape import tiny_config, tower_tensors
+from sensorium.recipe.shape import count_parameters, tiny_config, tower_tensors
 
 
 def test_the_facts_of_every_family_are_read_without_torch() -> None:
@@ -51,3 +51,11 @@ def test_a_family_of_ones_own_may_do_without_facts(monkeypatch: pytest.MonkeyPat
 )
 def test_weights_that_are_left_out_on_purpose(name: str, left_out: bool) -> None:
     assert is_unloaded(name, ["own."]) is left_out
+
+
+def test_towers_of_a_family_without_facts_are_estimated_by_their_blocks() -> None:
+    config = tiny_config("qwen2_5_vl")
+    known, guessed = (count_parameters(config | {"model_type": name}) for name in ("qwen2_5_vl", "someones"))
+    assert 0 < guessed["vision"] < known["vision"]
+    assert guessed["language"] == pytest.approx(known["language"], rel=0.01)
+    assert tower_tensors({"model_type": "someones"}) == {}

@@ -186,7 +186,8 @@ def _chat(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str, str]:
     except ModelError as error:
         named = model.path.lower().replace("_", "-").replace("qwen-", "qwen")
         families = [family for family, facts in FAMILIES.items() if any(part in named for part in facts.names)]
-        family = model.family if model.family != "auto" else families[0] if families else "qwen3_vl"
+        families += [family for family, facts in FAMILIES.items() if facts.stands_in]
+        family = model.family if model.family != "auto" else families[0]
         return load_stand_in(family, store), f"tiny:{family}", str(error)
     return found, "", ""
 

@@ -148,8 +148,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_. ]+", "_", re.sub(r"^(tiny|package)[-_]", "", bare))
 
 
-KNOWN_LAYERS = ("qwen2", "qwen3", "llama", "mistral")
-"""Language models whose layers engine and learner compute as they stand."""
+OTHER_LAYERS = ("llama", "mistral")
+"""Language models, beside those of the families of text, whose layers engine and learner compute as they stand."""
 
 REASONS = {
     "gemma3": "the tokens of one of its pictures see each other both ways, so that no chunk of a prompt, cached prefix or "
@@ -179,6 +179,7 @@ def missing_family(model_type: str, config: Any | None) -> str:
     if config is None:
         return f"no adapter for model type '{model_type}'{named}"
     own = own_config(config)
+    known_layers = [*(family for family, facts in FAMILIES.items() if not facts.has_towers), *OTHER_LAYERS]
     towers = [kind for kind, key in TOWERS.items() if hasattr(own, key)]
     text = own.get_text_config()
     obstacles = list(_obstacles(text))
@@ -188,9 +189,9 @@ def missing_family(model_type: str, config: Any | None) -> str:
     if not towers:
         return (
             f"no adapter for model type '{model_type}'{named} It is a model of text: if its layers are those of "
-            f"{', '.join(KNOWN_LAYERS)}, register it with TextModel (docs/guides/families.md)."
+            f"{', '.join(known_layers)}, register it with TextModel (docs/guides/families.md)."
         )
-    known = "" if text.model_type in KNOWN_LAYERS else ", if its layers are built as Qwen's are"
+    known = "" if text.model_type in known_layers else ", if its layers are built as Qwen's are"
     return (
         f"no adapter for model type '{model_type}'{named} Engine and learner can compute its language model "
         f"({text.model_type}){known}. What is missing is how its {' and '.join(towers)} become tokens, positions and "

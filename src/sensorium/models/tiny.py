@@ -156,17 +156,15 @@ def _config(
         mine = part in ("vision", "audio") and bool(parts[part])
         of_part[part if mine else "text"][name if mine else key] = value
     classes = dict(config_class.sub_configs)
-    if kind.text_type:
-        classes["text_config"] = CONFIG_MAPPING[kind.text_type]
-    for part in ("vision", "audio"):
+    for part in parts:
         if "model_type" in parts[part]:
             classes[f"{part}_config"] = CONFIG_MAPPING[parts[part]["model_type"]]
     made = {
         f"{part}_config": _given(family, sizes, classes[f"{part}_config"], of_part[part])
         for part, sizes in parts.items() if sizes
     }  # fmt: skip
-    if kind.text_type:
-        made["text_config"] |= {"model_type": kind.text_type, "tie_word_embeddings": tie}
+    if "model_type" in text:
+        made["text_config"]["tie_word_embeddings"] = tie
     else:
         made["vision_config"]["out_hidden_size"] = made["text_config"]["hidden_size"]
         if kind.audio:

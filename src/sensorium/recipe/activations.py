@@ -6,6 +6,7 @@ all of it is pictures. In bfloat16 the layers are taken to be fused, as on CUDA.
 
 from dataclasses import dataclass
 
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
@@ -107,7 +108,9 @@ def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
     """
     learns = not recipe.model.lora.rank and tower_learns(recipe, shape)
     single = recipe.rollout.max_turns == 1 and _group_tokens(recipe) <= recipe.batch.tokens_per_microbatch
-    return shape.family == "qwen2_5_vl" and shape.tower_mlp > 0 and learns and single and not recipe.cluster.shared
+    facts = FAMILIES.get(shape.family)
+    light = facts is not None and facts.light_tower and shape.tower_mlp > 0
+    return light and learns and single and not recipe.cluster.shared
 
 
 def microbatch_tokens(recipe: Recipe) -> int:

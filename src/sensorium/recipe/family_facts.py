@@ -27,8 +27,8 @@ Shapes = Iterator[tuple[str, list[int]]]
 class FamilyFacts:
     """The facts of a family. Those of its tiny model: ``prefix`` to ``published_sound_s``.
 
-    ``prefix``: of transformers' classes. ``text``, ``vision``, ``audio``: tiny sizes of its parts; ``text_type`` names the
-    language model where the family takes several, ``more`` what its config says besides. ``rows``: of the embedding.
+    ``prefix``: of transformers' classes. ``text``, ``vision``, ``audio``: tiny sizes of its parts, with a ``model_type``
+    where the family takes several; ``more``: other keys of its config. ``rows``: of the embedding.
     ``template``: the chat template. ``tokens``: its own special tokens by the names under which its processor asks the
     tokenizer for them (none: Qwen's), ``more_tokens`` others; ``closing`` ends an assistant's turn. ``token_keys``: the
     keys by which its config names special tokens. ``words``: what its prompts say beside those of the shipped tasks.
@@ -41,7 +41,10 @@ class FamilyFacts:
     ``tables``: how the names of two-dimensional weights end that are no linear layers.
     ``unloaded``: patterns of published weights that are left out on purpose. ``names``: what published names contain.
     ``requires``: a package it cannot do without, and why. ``vllm``: its log-probs from vLLM were held to the native
-    engine's, so that engine may sample it.
+    engine's, so that engine may sample it. ``query_bias``, ``query_norm``: whether queries and keys (and values) of its own
+    language model have biases, or norms. ``light_tower``: the blocks of its vision tower are functions that keep little for
+    the backward pass (``models/tower_blocks.py``). ``stands_in``: ``sensorium validate`` takes its tiny model in place of a
+    checkpoint that is not on this machine and whose name tells no family.
     """
 
     prefix: str
@@ -49,7 +52,6 @@ class FamilyFacts:
     template: str
     vision: Sizes = field(default_factory=dict)
     audio: Sizes = field(default_factory=dict)
-    text_type: str = ""
     more: Sizes = field(default_factory=dict)
     rows: int = 448
     tokens: Mapping[str, str] = field(default_factory=dict)
@@ -67,6 +69,10 @@ class FamilyFacts:
     names: tuple[str, ...] = ()
     requires: tuple[str, str] | None = None
     vllm: bool = False
+    query_bias: bool = False
+    query_norm: bool = False
+    light_tower: bool = False
+    stands_in: bool = False
 
     def check_installed(self) -> None:
         """Refuse to go on without the package that the family needs."""

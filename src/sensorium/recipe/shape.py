@@ -62,9 +62,17 @@ def _family(config: dict[str, Any]) -> str:
 
 
 def tower_tensors(config: dict[str, Any]) -> dict[str, list[int]]:
-    """The tensors of a model's towers and projectors by its config; towers of an unknown family count as Qwen2.5-VL's."""
-    facts = facts_of(config) or (FAMILIES["qwen2_5_vl"] if "vision_config" in config else None)
-    return dict(facts.tensors(config)) if facts and facts.tensors else {}
+    """The tensors of a model's towers and projectors by its config; of a family without facts an estimate of the blocks."""
+    facts = facts_of(config)
+    if facts is not None:
+        return dict(facts.tensors(config)) if facts.tensors else {}
+    vision, found = config.get("vision_config"), {}
+    for i in range(vision["depth"]) if vision else ():
+        hidden, wide, at = vision["hidden_size"], vision["intermediate_size"], f"visual.blocks.{i}"
+        found |= {f"{at}.attn.qkv.weight": [3 * hidden, hidden], f"{at}.attn.proj.weight": [hidden, hidden]}
+        found |= {f"{at}.mlp.{name}_proj.weight": [wide, hidden] for name in ("gate", "up")}
+        found[f"{at}.mlp.down_proj.weight"] = [hidden, wide]
+    return found
 
 
 def _language_linears(text: dict[str, Any]) -> Iterator[Linear]:
@@ -124,9 +132,9 @@ def tiny_config(family: str, layers: int = TEXT["num_hidden_layers"]) -> Sizes:
     name = {"model_type": family, "tie_word_embeddings": True, **kind.more}
     if not kind.has_towers:
         return name | text
-    if kind.text_type:
+    if "model_type" in text:
         towers = {"vision_config": kind.vision, "audio_config": kind.audio}
-        return name | {"text_config": text | {"model_type": kind.text_type}} | {key: it for key, it in towers.items() if it}
+        return name | {"text_config": text} | {key: sizes for key, sizes in towers.items() if sizes}
     config = name | {"text_config": text, "vision_config": kind.vision | {"out_hidden_size": text["hidden_size"]}}
     if kind.audio:
         config["audio_config"] = kind.audio | {"output_dim": text["hidden_size"]}
@@ -256,7 +264,8 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     text = config.get("text_config", config)
     table = text["vocab_size"] * text["hidden_size"]
     counts = dict.fromkeys(PARAMETER_GROUPS, 0) | _count_weights(tower_tensors(config), facts_of(config))
-    counts["language"] += table + _language_size(text, text.get("model_type", config["model_type"]))
+    own = FAMILIES.get(text.get("model_type", _family(config)).removesuffix("_text"))
+    counts["language"] += table + _language_size(text, own)
     counts["head"] += 0 if _tied(config) else table
     return counts
 
@@ -266,14 +275,14 @@ def _tied(config: dict[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", config.get("text_config", config).get("tie_word_embeddings", False)))
 
 
-def _language_size(text: dict[str, Any], family: str) -> int:
+def _language_size(text: dict[str, Any], facts: FamilyFacts | None) -> int:
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     head_dim = text.get("head_dim") or hidden // heads
     queries, pairs = heads * head_dim, 2 * text.get("num_key_value_heads", heads) * head_dim
     attention = hidden * (2 * queries + pairs)
-    if family.startswith("qwen3"):
+    if facts and facts.query_norm:
         attention += 2 * head_dim
-    elif family.startswith("qwen2"):
+    if facts and facts.query_bias:
         attention += queries + pairs
     if experts := text.get("num_experts") or text.get("num_local_experts", 0):
         mlp = experts * 3 * hidden * text["moe_intermediate_size"] + hidden * experts

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.rope_positions import one_axis_positions
+from sensorium.models.families.text import QWEN2
 from sensorium.models.families.tiles import TiledPictures, TiledVideos, TileTower
 from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.models.segment_layout import Expansion, expansion_of
-from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, FamilyFacts, Shapes, affine, chat_template
+from sensorium.recipe.family_facts import PLAIN_VISION, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.decoding import FrameRule
 
@@ -131,10 +132,9 @@ class InternVL:
     media_format: ClassVar[type[MediaFormat]] = InternVLMedia
     facts: ClassVar[FamilyFacts] = FamilyFacts(
         "InternVL",
-        TEXT,
+        QWEN2,
         chat_template({"image": "<IMG_CONTEXT>{{ '\n' }}", "video": "<video>{{ '\n' }}"}),
         PLAIN_VISION,
-        text_type="qwen2",
         tokens=TOKENS,
         token_keys={"image_token_id": "<IMG_CONTEXT>"},
         words="Frame",

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.qwen2_5_vl import repeated
 from sensorium.models.families.rope_positions import one_axis_positions
+from sensorium.models.families.text import QWEN2
 from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
 from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items
 from sensorium.models.segment_layout import Expansion
-from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, FamilyFacts, Shapes, affine, chat_template
+from sensorium.recipe.family_facts import PLAIN_VISION, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import FrameRule
 
@@ -124,10 +125,9 @@ class LlavaOnevision:
     media_format: ClassVar[type[MediaFormat]] = LlavaOnevisionMedia
     facts: ClassVar[FamilyFacts] = FamilyFacts(
         "LlavaOnevision",
-        TEXT,
+        QWEN2,
         chat_template({"image": "<image>{{ '\n' }}", "video": "<video>{{ '\n' }}"}),
         SIGLIP,
-        text_type="qwen2",
         more={"image_grid_pinpoints": GRIDS},
         tokens={"image_token": "<image>", "video_token": "<video>"},
         token_keys={"image_token_index": "<image>", "video_token_index": "<video>"},

@@ -225,6 +225,7 @@ class Qwen25Omni:
         tables=("audio_bos_eos_token",),
         unloaded=(SPEAKING,),
         names=("2.5-omni",),
+        query_bias=True,
     )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {

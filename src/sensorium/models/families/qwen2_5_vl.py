@@ -142,6 +142,8 @@ class Qwen25VL:
         tensors=lambda config: windowed_tower(config["vision_config"]),
         parts=PARTS,
         names=("2.5-vl",),
+        query_bias=True,
+        light_tower=True,
         vllm=True,
     )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}

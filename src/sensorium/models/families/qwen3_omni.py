@@ -224,6 +224,7 @@ class Qwen3Omni(Qwen25Omni):
         parts=(*PARTS, *SOUND_PARTS),
         tables=("pos_embed",),
         names=("3-omni",),
+        query_norm=True,
     )
     attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {

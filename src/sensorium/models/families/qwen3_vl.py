@@ -124,6 +124,8 @@ class Qwen3VL(Qwen25VL):
         parts=(("visual.deepstack_merger_list", "projector"), *PARTS),
         tables=("pos_embed",),
         names=("3-vl",),
+        query_norm=True,
+        stands_in=True,
         vllm=True,
     )
     media_format: ClassVar[type[MediaFormat]] = Qwen3VLMedia
@@ -140,7 +142,9 @@ class Qwen3VL(Qwen25VL):
 class Qwen3VLMoe(Qwen3VL):
     """The adapter of ``Qwen3VLMoeForConditionalGeneration``."""
 
-    facts: ClassVar[FamilyFacts] = replace(Qwen3VL.facts, prefix="Qwen3VLMoe", text=INTERLEAVED | EXPERTS, names=())
+    facts: ClassVar[FamilyFacts] = replace(
+        Qwen3VL.facts, prefix="Qwen3VLMoe", text=INTERLEAVED | EXPERTS, names=(), stands_in=False
+    )
 
 
 def interpolation_tables(visual: Any) -> MakeTables:

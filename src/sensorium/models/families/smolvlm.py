@@ -159,10 +159,9 @@ class SmolVLM:
     media_format: ClassVar[type[MediaFormat]] = SmolVLMMedia
     facts: ClassVar[FamilyFacts] = FamilyFacts(
         "SmolVLM",
-        TEXT,
+        TEXT | {"model_type": "llama"},
         TEMPLATE,
         PLAIN_VISION,
-        text_type="llama",
         more={"scale_factor": 2, "pad_token_id": 0},
         rows=512,
         tokens=TOKENS,

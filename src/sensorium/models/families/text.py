@@ -15,6 +15,9 @@ from sensorium.vocabulary.decoding import FrameRule
 if TYPE_CHECKING:
     from torch import Tensor
 
+QWEN2 = TEXT | {"model_type": "qwen2"}
+"""Tiny sizes of the language model of families that take several kinds of one."""
+
 # Qwen3's own way: thoughts of assistant turns before the last question are not shown again.
 THOUGHTLESS_TURNS = (
     "{% set roles = messages | map(attribute='role') | list %}"
@@ -68,10 +71,12 @@ class TextModel:
 class Qwen2(TextModel):
     """``Qwen2ForCausalLM``: Qwen2 and Qwen2.5."""
 
-    facts: ClassVar[FamilyFacts] = FamilyFacts("Qwen2", TEXT, chat_template(SHOWN, system=True), vllm=True)
+    facts: ClassVar[FamilyFacts] = FamilyFacts("Qwen2", TEXT, chat_template(SHOWN, system=True), query_bias=True, vllm=True)
 
 
 class Qwen3(TextModel):
     """``Qwen3ForCausalLM``."""
 
-    facts: ClassVar[FamilyFacts] = FamilyFacts("Qwen3", TEXT | {"head_dim": 32}, THOUGHTLESS_TURNS + GENERATION, vllm=True)
+    facts: ClassVar[FamilyFacts] = FamilyFacts(
+        "Qwen3", TEXT | {"head_dim": 32}, THOUGHTLESS_TURNS + GENERATION, query_norm=True, vllm=True
+    )
