@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.envs.actions import ActionGrammar, TurnPay, describe, share_right
+from sensorium.envs.actions import ActionGrammar, describe, share_right, turn_reward
 from sensorium.envs.responses import LAYOUTS, REQUIRED, ResponseFormat
 from sensorium.vocabulary.errors import RecipeError
 
@@ -152,13 +152,10 @@ def test_megabytes_are_read_in_a_moment(piece: str) -> None:
     assert time.process_time() - began < 10
 
 
-def test_pay_keeps_its_names_and_a_lone_part_needs_none() -> None:
-    assert TurnPay({"goal": 10.0, "format": 0.5, "step": -0.1}).of(goal=True, step=2) == {
-        "goal": 10.0,
-        "format": 0.0,
-        "step": -0.2,
-    }
-    assert TurnPay({"goal": 2.0, "format": 0.0}).of(goal=True, format=True) == 2.0
+def test_reward_parts_keep_their_names_and_a_single_part_needs_none() -> None:
+    parts = turn_reward({"goal": 10.0, "format": 0.5, "step": -0.1}, goal=True, step=2)
+    assert parts == {"goal": 10.0, "format": 0.0, "step": -0.2}
+    assert turn_reward({"goal": 2.0, "format": 0.0}, goal=True, format=True) == 2.0
 
 
 def test_naming_every_place_earns_nothing() -> None:

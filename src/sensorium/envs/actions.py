@@ -1,31 +1,33 @@
-"""Actions by name: a response's answer names up to so many of them, in the form that the environment asks for.
+"""Environments that are played by named actions, and how a response's answer names them.
 
-One that names none, too many or an unknown one names no action at all: nothing is done by halves. So with three allowed,
+An answer that names no action, too many or an unknown one names none at all. With three allowed,
 ``<answer>Left, Down</answer>`` is two actions, ``<answer>Left, Jump</answer>`` is none, and so are four.
 
 With the grammar ``vagen`` it is as in VAGEN: of four the first three are taken, and of ``Left, Jump`` the first, but the
 response is not valid then.
 """
 
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Literal, TypedDict
 
-from sensorium.envs.protocol import Observation, StepResult
-from sensorium.envs.responses import ParsedResponse, ResponseFormat
-from sensorium.vocabulary.content import Media, Message, Text, user
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.protocol import Observation, StepResult, one_of, within
+from sensorium.envs.responses import ResponseFormat
+from sensorium.vocabulary.content import Media, Message, Text, system, user
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
-MOST_CHARACTERS = 10_000
-"""An answer longer than this is not looked at: no list of actions is."""
+MAX_CHARACTERS = 10_000  # of an answer or a description; what is longer is not read
 
 
 @dataclass(frozen=True)
 class ActionTurn:
-    """What a response asks for: actions by number (none where it is invalid), the sections beside them, its form.
+    """The actions of a response by number (none where it is invalid), its other sections, and whether it is well formed.
 
-    ``unknown``: an action that there is not came after these.
+    ``unknown``: an unknown action came after these.
     """
 
     actions: tuple[int, ...]
@@ -57,33 +59,21 @@ class ActionGrammar:
         """The actions that a response names."""
         parsed = self.format.parse(response)
         if self.format.grammar == "vagen":
-            return self._read_as_vagen(parsed)
+            # Legacy VAGEN compares its names as they are written where they have capitals; today's VAGEN in lower case.
+            exact = self.format.legacy and any(name != name.lower() for name in self.names)
+            words = self._words(parsed.answer or "", exact)[: self.most_actions]
+            known = list(takewhile(lambda number: number >= 0, words))
+            return ActionTurn(tuple(known), parsed.sections, parsed.well_formed, unknown=len(known) < len(words))
         plain = [answer for answer in parsed.answers if "<" not in answer]
-        actions = self._numbers(plain[-1] if plain else response if self.bare else "")
+        words = self._words(plain[-1] if plain else response if self.bare else "", skip_empty=False)
+        actions = () if len(words) > self.most_actions or -1 in words else tuple(words)
         well_formed = parsed.well_formed and bool(plain)
         return ActionTurn(actions, parsed.sections, well_formed or (self.bare and not plain and bool(actions)))
 
-    def _read_as_vagen(self, parsed: ParsedResponse) -> ActionTurn:
-        named = parsed.answer or ""
-        words = (
-            [word.strip() for word in named.split(self.separator) if word.strip()] if len(named) <= MOST_CHARACTERS else []
-        )
-        # Its legacy names are compared as they are written, where they have capitals; today's in lower case.
-        exact = self.format.legacy and any(name != name.lower() for name in self.names)
-        numbers = {name if exact else name.lower(): number for number, name in enumerate(self.names)}
-        asked = [numbers.get(word if exact else word.lower()) for word in words[: self.most_actions]]
-        known = list(takewhile(lambda number: number is not None, asked))
-        return ActionTurn(
-            tuple(number for number in known if number is not None),
-            parsed.sections,
-            parsed.well_formed,
-            unknown=len(known) < len(asked),
-        )
-
     def write(self, actions: Sequence[int], **sections: str) -> str:
         """A response that names these actions."""
-        said = self.spell(actions)
-        return said if self.bare and not self.format.thinks else self.format.write(said, **sections)
+        answer = self.spell(actions)
+        return answer if self.bare and not self.format.thinks else self.format.write(answer, **sections)
 
     def spell(self, actions: Sequence[int]) -> str:
         """The names of some actions."""
@@ -96,105 +86,33 @@ class ActionGrammar:
         how = "one action" if many == 1 else f"up to {many} actions, separated by {apart}"
         return f"Answer with {how}, in this form:\n{self.format.shown('your action' if many == 1 else 'your actions')}"
 
-    def _numbers(self, named: str) -> tuple[int, ...]:
-        if len(named) > MOST_CHARACTERS:
-            return ()
-        numbers = {name.lower(): number for number, name in enumerate(self.names)}
-        words = [word.strip().lower() for word in named.split(self.separator)]
-        if len(words) > self.most_actions or not all(word in numbers for word in words):
-            return ()
-        return tuple(numbers[word] for word in words)
+    def _words(self, answer: str, exact: bool = False, skip_empty: bool = True) -> list[int]:
+        """The actions that an answer names, by number; -1 for an unknown one."""
+        if len(answer) > MAX_CHARACTERS:
+            return []
+        numbers = {name if exact else name.lower(): number for number, name in enumerate(self.names)}
+        words = [word.strip() for word in answer.split(self.separator)]
+        return [numbers.get(word if exact else word.lower(), -1) for word in words if word or not skip_empty]
 
 
-@dataclass(frozen=True)
-class ActionPrompts:
-    """Prompts in full repeat at every turn what was done and what to write; short ones say only what did not work."""
-
-    grammar: ActionGrammar
-    full: bool
-    refusal: str = "Not a move."
-
-    def opening(self) -> str:
-        """The words above the first sight."""
-        return f"{self.grammar.instruction()}\nYou see:" if self.full else ""
-
-    def after(self, said: str) -> str:
-        """The words above the next sight, by the actions that were taken."""
-        if not self.full:
-            return "" if said else self.refusal
-        taken = f"You took: {said}." if said else "That was no valid answer; nothing was done."
-        return f"{taken}\n{self.opening()}"
-
-    def rules(self, short: str, explained: str, example: tuple[int, ...], **thought: str) -> str:
-        """The system prompt: a few words, or what it is about, the actions, the form and an example."""
-        if not self.full:
-            return short
-        written = self.grammar.write(example, **thought)
-        return (
-            f"{explained}\nActions: {', '.join(self.grammar.names)}.\n{self.grammar.instruction()}\nFor example: {written}"
-        )
-
-
-def sight(words: str, shown: str | Media) -> Observation:
-    """An observation: words, if any, above a picture or a text."""
-    if isinstance(shown, str):
-        return Observation((user("\n".join(filter(None, (words, shown)))),))
-    return Observation((Message("user", (*([Text(words + "\n")] if words else []), shown)),))
-
-
-def turn_result(
-    asked: ActionTurn,
-    taken: str,
-    observation: Observation | None,
-    reward: float | dict[str, float],
-    /,
-    *,
-    truncated: bool,
-    success: bool,
-    **noted: bool | float,
-) -> StepResult:
-    """The outcome of a turn with named actions; it is over where nothing is shown any more."""
-    done = observation is None
-    info = {"valid": asked.valid, "format": asked.well_formed, "actions": taken, **noted, "success": success}
-    return StepResult(observation, reward, done, truncated, success if done else None, info)
-
-
-@dataclass(frozen=True)
-class TurnPay:
-    """How much each part of the pay is worth. A part that is worth nothing is not paid, and a lone part needs no name."""
-
-    worth: Mapping[str, float]
-
-    def of(self, **amounts: float) -> float | dict[str, float]:
-        """The pay of a turn in which each part was earned so many times (or so well); those not given, not at all."""
-        unknown = set(amounts) - set(self.worth)
-        assert not unknown, f"no part of the pay is called {', '.join(unknown)}"
-        parts = {name: float(worth * amounts.get(name, 0.0)) for name, worth in self.worth.items() if worth}
-        if len(parts) == 1:
-            return next(iter(parts.values()))
-        return parts or 0.0
-
-
-# A state is a set of places for each kind of thing, (row, column) counted from 0 at the top left. A description names
-# kinds and places in any words around them: true state {"player": {(0, 1)}, "goal": {(3, 3)}} description "I am the
-# player at (0, 1); the goal lies at (2, 3)." half of it is right: 0.5 A kind is right if the places named after it are
-# all of its places and no others, so that naming every place earns nothing.
-
+# A state has a set of places for each kind of thing, (row, column) counted from 0 at the top left. A description names
+# kinds and places with any words around them. Example:
+#
+#     state         {"player": {(0, 1)}, "goal": {(3, 3)}}
+#     description   "I am the player at (0, 1); the goal lies at (2, 3)."     scores 0.5
+#
+# A kind is right if the places named after it are all of its places and no others, so naming every place earns nothing.
 
 State = Mapping[str, frozenset[tuple[int, int]]]
-
-MOST_DESCRIBED_CHARACTERS = 10_000
-"""What stands after these in a description is not read."""
-
 PLACE = r"\(\s*(\d{1,3})\s*,\s*(\d{1,3})\s*\)"
 
 
 def share_right(description: str, state: State) -> float:
-    """The share of the kinds of things that a description places rightly."""
+    """The share of the kinds of things that a description places correctly."""
     kinds = "|".join(sorted(map(re.escape, state), key=len, reverse=True))
     found: dict[str, set[tuple[int, int]]] = {kind.casefold(): set() for kind in state}
     kind = ""
-    for mark in re.finditer(rf"\b({kinds})(?:s|es)?\b|{PLACE}", description[:MOST_DESCRIBED_CHARACTERS], re.IGNORECASE):
+    for mark in re.finditer(rf"\b({kinds})(?:s|es)?\b|{PLACE}", description[:MAX_CHARACTERS], re.IGNORECASE):
         if mark[1]:
             kind = mark[1].casefold()
         elif kind in found:
@@ -202,8 +120,8 @@ def share_right(description: str, state: State) -> float:
     return sum(found[kind.casefold()] == set(places) for kind, places in state.items()) / len(state) if state else 0.0
 
 
-def judged(asked: ActionTurn, before: State, after: State, parts: Iterable[str]) -> dict[str, float]:
-    """How right a response's observation (of the state before) and prediction (of that after it) are; 0 if not as asked."""
+def description_scores(asked: ActionTurn, before: State, after: State, parts: Iterable[str]) -> dict[str, float]:
+    """Scores of a response's observation (the state before it) and prediction (the state after it); 0 if it is invalid."""
     good = asked.well_formed and asked.valid
     states = {"observation": before, "prediction": after}
     return {
@@ -211,8 +129,8 @@ def judged(asked: ActionTurn, before: State, after: State, parts: Iterable[str])
     }
 
 
-def described_parts(environment: str, form: ResponseFormat, state_reward: float) -> dict[str, float]:
-    """The parts of the pay that descriptions earn: those that a form has a place for. A reward without one is refused."""
+def description_weights(environment: str, form: ResponseFormat, state_reward: float) -> dict[str, float]:
+    """The reward parts for the descriptions that a form has a section for; a reward for a form without one is refused."""
     parts = {part: state_reward for part in form.sections if part in ("observation", "prediction")}
     if state_reward and not parts:
         raise RecipeError(
@@ -223,18 +141,187 @@ def described_parts(environment: str, form: ResponseFormat, state_reward: float)
 
 
 def describe(state: State) -> str:
-    """A description that is all right."""
-    said = (
-        f"{kind} at {', '.join(f'({row}, {column})' for row, column in sorted(state[kind]))}"
-        for kind in state
-        if state[kind]
-    )
-    return "; ".join(said)
+    """A description of a state that is all right."""
+    places = {kind: ", ".join(f"({row}, {column})" for row, column in sorted(state[kind])) for kind in state if state[kind]}
+    return "; ".join(f"{kind} at {listed}" for kind, listed in places.items())
 
 
-def instruction(state: State) -> str:
-    """How states are to be described, for a prompt."""
-    return (
-        f"Say where things are ({', '.join(state)}) by row and column, counted from 0 at the top left, "
-        f"as in: {next(iter(state), 'player')} at (0, 1)."
-    )
+def turn_reward(weights: Mapping[str, float], **amounts: float) -> float | dict[str, float]:
+    """The reward of a turn: weight times amount for each part that has a weight. A single part needs no name."""
+    unknown = set(amounts) - set(weights)
+    assert not unknown, f"no part of the reward is called {', '.join(unknown)}"
+    parts = {name: float(weight * amounts.get(name, 0.0)) for name, weight in weights.items() if weight}
+    return next(iter(parts.values())) if len(parts) == 1 else parts or 0.0
+
+
+def observation_of(words: str, shown: str | Media) -> Observation:
+    """An observation: words, if any, above a picture or a text."""
+    if isinstance(shown, str):
+        return Observation((user("\n".join(filter(None, (words, shown)))),))
+    return Observation((Message("user", (*([Text(words + "\n")] if words else []), shown)),))
+
+
+class PlayOptions(TypedDict, total=False):
+    """Options that environments with named actions have in common. Defaults are those of ActionEnvironment, unless the
+    environment states its own.
+
+    ``view`` may be ``blank``, to test whether a model looks. ``prompt`` explains the environment in a few words or in
+    full. ``response_format`` is a form of ``envs/responses.py``; by default the full prompt asks for a thought before the
+    answer. ``format_reward`` is for each valid and well-formed response, ``state_reward`` for a correct observation of the
+    state, and for a correct prediction of the state after the actions.
+    """
+
+    max_turns: int
+    max_actions_per_turn: int
+    view: str
+    prompt: Literal["short", "full"]
+    response_format: str
+    format_reward: float
+    state_reward: float
+    grammar: Literal["own", "vagen"]
+
+
+@dataclass(frozen=True)
+class PlayedTurn:
+    """The outcome of a turn's actions: how many were taken, and whether they ended the episode, successfully or not.
+
+    ``earned`` has amounts by reward part, ``info`` what is recorded of the turn; ``cut``: the environment's own limit.
+    """
+
+    taken: int
+    ended: bool
+    success: bool
+    earned: Mapping[str, float]
+    info: Mapping[str, bool | float] = field(default_factory=dict)
+    cut: bool = False
+
+
+class ActionEnvironment:
+    """What environments with named actions have in common. A subclass implements the private methods at the end."""
+
+    instant = True
+    demonstration_noise = 0.0
+
+    def __init__(
+        self,
+        name: str,
+        store: MediaStore,
+        actions: tuple[str, ...],
+        views: Sequence[str],
+        rewards: Mapping[str, float],
+        *,
+        max_turns: int = 10,
+        max_actions_per_turn: int = 1,
+        view: str = "picture",
+        prompt: Literal["short", "full"] = "short",
+        response_format: str = "",
+        format_reward: float = 0.5,
+        state_reward: float = 0.0,
+        grammar: Literal["own", "vagen"] = "own",
+        bare: bool = False,
+        answer_tag: str = "answer",
+        separator: str = ",",
+    ) -> None:
+        one_of(name, "view", view, views)
+        one_of(name, "prompt", prompt, ["short", "full"])
+        within(name, "max_turns", max_turns, 1, 10**6)
+        within(name, "max_actions_per_turn", max_actions_per_turn, 1, 10**6)
+        self.name, self.store, self.max_turns, self.view, self.full = name, store, max_turns, view, prompt == "full"
+        form = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), answer_tag, grammar)
+        self.grammar = ActionGrammar(actions, max_actions_per_turn, form, bare, separator)
+        self.weights = {**rewards, "format": format_reward, **description_weights(name, form, state_reward)}
+        self._seed = self._turn = 0
+        self._over = True
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        """Begin the episode of a seed."""
+        self._seed, self._turn = seed, 0
+        self._begin(seed)
+        self._over = False
+        return (system(self._rules()),), self._shown(self._above())
+
+    def step(self, response: str) -> StepResult:
+        """Take the actions that a response names, until one of them ends the episode."""
+        self._refuse_over()
+        asked = self._read(response)
+        before = self._state()
+        played = self._play(asked.actions)
+        self._turn += 1
+        truncated = not played.ended and (played.cut or self._turn >= self.max_turns)
+        self._over = played.ended or truncated
+        taken = self.grammar.spell(asked.actions[: played.taken])
+        described = description_scores(asked, before, self._state(), self.weights)
+        reward = turn_reward(self.weights, format=asked.well_formed and asked.valid, **played.earned, **described)
+        info = {"valid": asked.valid, "format": asked.well_formed, "actions": taken}
+        info |= {**played.info, **described, "success": played.success}
+        shown = None if self._over else self._shown(self._above(taken))
+        return StepResult(shown, reward, self._over, truncated, played.success if self._over else None, info)
+
+    def demonstrate(self) -> str:
+        """The next actions of a good way; by ``demonstration_noise`` one at random, keyed by seed and turn."""
+        self._refuse_over()
+        actions = self._way()[: self.grammar.most_actions]
+        chance = random.Random(f"{self.name}/{self._seed}/{self._turn}")
+        if chance.random() < self.demonstration_noise:
+            actions = (chance.randrange(len(self.grammar.names)),)
+        return self.grammar.write(actions, **self._thought(actions))
+
+    def close(self) -> None:
+        """Release what the environment holds."""
+
+    def _refuse_over(self) -> None:
+        if self._over:
+            raise EnvironmentFailure(f"{self.name}: the episode is over (or has not begun); reset it first.")
+
+    def _above(self, taken: str | None = None) -> str:
+        """The words above an observation, by the actions that were taken (None: the first observation).
+
+        In full they repeat what was done and what to write; short ones only report an invalid answer.
+        """
+        if not self.full:
+            return "Not a move." if taken == "" else ""
+        form = f"{self.grammar.instruction()}\nYou see:"
+        if taken is None:
+            return form
+        return f"You took: {taken}.\n{form}" if taken else f"That was no valid answer; nothing was done.\n{form}"
+
+    def _system_prompt(self, short: str, explained: str, example: tuple[int, ...], **thought: str) -> str:
+        if not self.full:
+            return short
+        written = self.grammar.write(example, **thought)
+        names = ", ".join(self.grammar.names)
+        return f"{explained}\nActions: {names}.\n{self.grammar.instruction()}\nFor example: {written}"
+
+    def _state_instruction(self) -> str:
+        """How to describe states on a grid, on a line of its own; empty where the form has no section for it."""
+        if not {"observation", "prediction"} & set(self.weights):
+            return ""
+        kinds = list(self._state())
+        return (
+            f"\nSay where things are ({', '.join(kinds)}) by row and column, counted from 0 at the top left, "
+            f"as in: {kinds[0]} at (0, 1)."
+        )
+
+    def _read(self, response: str) -> ActionTurn:
+        return self.grammar.read(response)
+
+    def _state(self) -> State:
+        return {}
+
+    def _begin(self, seed: int) -> None:
+        raise NotImplementedError
+
+    def _rules(self) -> str:
+        raise NotImplementedError
+
+    def _play(self, actions: tuple[int, ...]) -> PlayedTurn:
+        raise NotImplementedError
+
+    def _shown(self, above: str) -> Observation:
+        raise NotImplementedError
+
+    def _way(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _thought(self, actions: tuple[int, ...]) -> dict[str, str]:
+        raise NotImplementedError

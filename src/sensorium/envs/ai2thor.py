@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import numpy as np
 
 from sensorium.data.media_files import open_regular
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.navigation import NavigationPlay, NavigationSettings, Pixels
+from sensorium.envs.navigation import NavigationPlay, Pixels, WalkOptions
 from sensorium.envs.protocol import within
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 from sensorium.vocabulary.plain import strict_json, words
@@ -32,10 +32,11 @@ START_S = 300.0
 
 
 class ThorNavigation(NavigationPlay):
-    """Navigation in AI2-THOR. ``tasks`` is a task file; the seed, counted round, says which of its tasks is played.
+    """Navigation in AI2-THOR. ``tasks`` is a task file; the seed, counted round, chooses one of its tasks.
 
     ``{eval_set}`` in its path stands for the option of that name, so that clients and files choose among VAGEN's files.
-    ``platform`` is a class of ai2thor.platform (CloudRendering draws without a display) or empty for its own choice.
+    ``platform`` is a class of ai2thor.platform (CloudRendering draws without a display) or empty for its own choice. The
+    controller is started when the first task begins.
     """
 
     recipe_only = ("tasks", "platform", "gpu_device")
@@ -48,50 +49,38 @@ class ThorNavigation(NavigationPlay):
         gpu_device: int = 0,
         resolution: int = 255,
         fov: float = 100.0,
-        success_distance: float = 1.5,
         step_length: float = 0.5,
-        max_turns: int = 10,
-        max_steps: int = 30,
-        max_actions_per_turn: int = 5,
-        view: Literal["picture", "blank"] = "picture",
-        prompt: Literal["short", "full"] = "full",
-        response_format: str = "",
-        success_reward: float = 10.0,
-        format_reward: float = 0.5,
-        state_reward: float = 0.0,
-        action_names: Literal["moveahead", "move_forward"] = "moveahead",
         eval_set: str = "base",
-        grammar: Literal["own", "vagen"] = "own",
+        **walk: Unpack[WalkOptions],
     ) -> None:
-        tasks = task_file(tasks, eval_set)
+        self._tasks = task_list(task_file(tasks, eval_set))
         within(NAME, "resolution", resolution, 16, 4096)
         within(NAME, "fov", fov, 10.0, 170.0)
         within(NAME, "step_length", step_length, 0.01, 5.0)
-        settings = NavigationSettings(
-            NAME, max_turns, max_steps, max_actions_per_turn, success_distance, view, prompt, response_format,
-            success_reward, format_reward, state_reward, action_names, grammar,
-        )  # fmt: skip
-        task_list(tasks)
-        options = {"width": resolution, "height": resolution, "fieldOfView": fov, "gpu_device": gpu_device}
-        super().__init__(store, ThorSimulator(tasks, platform, step_length, options), settings)
-
-    @classmethod
-    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What the seed leads to: the task of the file."""
-        listed = task_list(task_file(str(options["tasks"]), str(options.get("eval_set", "base"))))
-        return json.dumps(listed[seed % len(listed)], sort_keys=True)
-
-
-class ThorSimulator:
-    """One AI2-THOR controller, started when the first task begins."""
-
-    def __init__(self, tasks: str, platform: str, step_length: float, options: Mapping[str, Any]) -> None:
-        self._tasks, self._platform, self._step, self._options = task_list(tasks), platform, step_length, dict(options)
+        options: dict[str, Any] = {"prompt": "full", **walk}
+        super().__init__(NAME, store, **options)
+        self._platform, self._step_length = platform, step_length
+        self._camera = {"width": resolution, "height": resolution, "fieldOfView": fov, "gpu_device": gpu_device}
         self._controller: Any = None
         self._task: Mapping[str, Any] = {}
 
-    def start(self, seed: int) -> str:
-        """The scene of a task, the agent put where the task begins."""
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        """The task of a seed."""
+        listed = task_list(task_file(str(options["tasks"]), str(options.get("eval_set", "base"))))
+        return json.dumps(listed[seed % len(listed)], sort_keys=True)
+
+    def demonstrate(self) -> str:
+        """There is none."""
+        raise EnvironmentFailure(f"{NAME}: there is no demonstration; warm start from rows that have one.")
+
+    def close(self) -> None:
+        """Stop the controller and its Unity program."""
+        controller, self._controller = self._controller, None
+        if controller is not None:
+            controller.stop()
+
+    def _start(self, seed: int) -> str:
         self._task = self._tasks[seed % len(self._tasks)]
         if self._controller is None:
             self._controller = self._started()
@@ -105,45 +94,29 @@ class ThorSimulator:
                 horizon=pose["horizon"],
                 standing=True,
             )
-        except Exception as error:  # whatever the controller raises when Unity fails it
+        except Exception as error:  # whatever the controller raises when Unity fails
             raise EnvironmentFailure(f"{NAME}: scene '{self._task['scene']}' cannot be started: {words(error)}") from error
         if not event.metadata["lastActionSuccess"]:
-            raise EnvironmentFailure(f"{NAME}: the agent cannot stand where the task of seed {seed} begins.")
+            raise EnvironmentFailure(f"{NAME}: the agent does not fit where the task of seed {seed} begins.")
         return str(self._task["instruction"])
 
-    def act(self, action: int) -> bool:
-        """Take an action of VAGEN's list."""
+    def _act(self, action: int) -> bool:
         if action < len(MOVES):
-            event = self._controller.step(action=MOVES[action], moveMagnitude=self._step)
+            event = self._controller.step(action=MOVES[action], moveMagnitude=self._step_length)
         else:
             name, degrees = TURNS[action - len(MOVES)]
             event = self._controller.step(action=name, degrees=degrees)
         return bool(event.metadata["lastActionSuccess"])
 
-    def target(self) -> tuple[float, float]:
+    def _target(self) -> tuple[float, float]:
         """Distance on the floor, and bearing: AI2-THOR counts rotation clockwise from +z."""
         agent, goal = self._controller.last_event.metadata["agent"], self._task["target_position"]
         x, z = goal["x"] - agent["position"]["x"], goal["z"] - agent["position"]["z"]
         bearing = math.degrees(math.atan2(x, z)) - agent["rotation"]["y"]
         return math.hypot(x, z), (bearing + 180) % 360 - 180
 
-    def look(self) -> Pixels:
-        """The last frame."""
+    def _look(self) -> Pixels:
         return np.ascontiguousarray(self._controller.last_event.frame[..., :3], np.uint8)
-
-    def way(self) -> tuple[int, ...]:
-        """Nobody knows a way here."""
-        raise EnvironmentFailure(f"{NAME}: there is no demonstration; warm start from rows that have one.")
-
-    def ahead(self, actions: tuple[int, ...]) -> tuple[float, float]:
-        """Not known without acting."""
-        raise EnvironmentFailure(f"{NAME}: what follows some actions is not known before they are taken.")
-
-    def close(self) -> None:
-        """Stop the controller and its Unity program."""
-        controller, self._controller = self._controller, None
-        if controller is not None:
-            controller.stop()
 
     def _started(self) -> Any:
         try:
@@ -164,7 +137,7 @@ class ThorSimulator:
                 server_timeout=START_S,
                 server_start_timeout=START_S,
                 **chosen,
-                **self._options,
+                **self._camera,
             )
         except Exception as error:  # no build for this machine, no Vulkan, no network to fetch the build from
             raise RecipeError(
@@ -179,14 +152,14 @@ def task_file(tasks: str, eval_set: str) -> str:
         raise RecipeError(f"{NAME}: eval_set is the name of a task file, not {eval_set!r:.60}.")
     if "{eval_set}" not in tasks and eval_set not in ("base", Path(tasks).stem):
         raise RecipeError(
-            f"{NAME}: eval_set '{eval_set}' is asked for, and tasks names one file, '{tasks}'. Write {{eval_set}} in it."
+            f"{NAME}: eval_set '{eval_set}' was requested, but tasks names one file, '{tasks}'. Write {{eval_set}} in it."
         )
     return tasks.replace("{eval_set}", eval_set)
 
 
 @lru_cache(maxsize=16)
 def task_list(path: str) -> tuple[Mapping[str, Any], ...]:
-    """The tasks of a file; one that is not as it should be is refused by its place."""
+    """The tasks of a file; a malformed one is refused by its number."""
     try:
         with open_regular(Path(path)) as file:
             held = strict_json(file.read())

@@ -8,6 +8,8 @@ import numpy as np
 from sensorium.data.pictures import encode_png
 
 Colour = tuple[int, int, int]
+Place = TypeVar("Place")
+MAX_PIXELS_ACROSS = 4096
 
 
 class Mark(NamedTuple):
@@ -28,11 +30,8 @@ def draw_tiles(colours: Sequence[Sequence[Colour]], marks: Sequence[Mark], cell:
     return encode_png(pixels)
 
 
-Place = TypeVar("Place")
-
-
-def way_back(came: Mapping[Place, tuple[Place, int] | None], end: Place) -> tuple[int, ...]:
-    """The actions that led to ``end``. ``came`` has for each place the one before it and the action; None for the first."""
+def path_to(end: Place, came: Mapping[Place, tuple[Place, int] | None]) -> tuple[int, ...]:
+    """The actions that led to ``end``. ``came`` has the place before each place and the action; None for the first."""
     actions = []
     step = came[end]
     while step is not None:

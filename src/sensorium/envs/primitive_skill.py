@@ -1,4 +1,9 @@
-"""Primitive skills: a robot arm picks, places and pushes things on a table, simulated by ManiSkill."""
+"""Primitive skills: a robot arm picks, places and pushes things on a table, simulated by ManiSkill.
+
+pick(x, y, z)                   open, go above the place, down to it, close, up again
+place(x, y, z)                  go above the place, down to it, open, up again
+push(x1, y1, z1, x2, y2, z2)    close, go down to the first place, along to the second, up again
+"""
 
 import re
 import threading
@@ -11,7 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.actions import ActionTurn, State, TurnPay, described_parts, judged, sight
+from sensorium.envs.actions import (
+    ActionTurn,
+    State,
+    description_scores,
+    description_weights,
+    observation_of,
+    turn_reward,
+)
 from sensorium.envs.adapters.content import picture
 from sensorium.envs.protocol import Observation, StepResult, one_of, within
 from sensorium.envs.responses import ResponseFormat
@@ -19,22 +31,31 @@ from sensorium.vocabulary.content import Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 from sensorium.vocabulary.plain import words
 
-# pick(x, y, z) open, go above the place, down to it, close, up again place(x, y, z) go above the place, down to it,
-# open, up again push(x1, y1, z1, x2, y2, z2) close, go down to the first place, along to the second, up again
-
-
+NAME = "primitive_skill"
 NUMBERS = {"pick": 3, "place": 3, "push": 6}
-MOST_CHARACTERS = 2000
-MOST_MILLIMETRES = 10_000
 SKILL = re.compile(r"(pick|place|push)\s*\(([^()]{0,200})\)", re.IGNORECASE)
+MAX_CHARACTERS = 2000
+MAX_MILLIMETRES = 10_000
+CELL_MM = 50
+FURNITURE = ("table", "ground", "goal_site")
 
-OPEN, CLOSED = 1.0, -1.0
-"""What ManiSkill's gripper controller takes."""
-STRIDE = 0.1
-"""Metres of a full move of its controller pd_ee_delta_pos."""
-ABOVE, NEAR, MOST_MOVES, GRIP_MOVES = 0.1, 0.006, 60, 8
+OPEN, CLOSED = 1.0, -1.0  # what ManiSkill's gripper controller takes
+STRIDE = 0.1  # metres of a full move of its controller pd_ee_delta_pos
+ABOVE, NEAR, MAX_MOVES, GRIP_MOVES = 0.1, 0.006, 60, 8
+
+INSTRUCTIONS = {
+    "StackCube-v1": "Put the red cube on top of the green cube and let go of it.",
+    "PickCube-v1": "Pick the cube up and hold it at the goal.",
+    "PushCube-v1": "Push the cube onto the goal region.",
+}
+RULES = (
+    "You control a robot arm over a table by skills, in millimetres: pick(x, y, z) grasps what is there, place(x, y, z) "
+    "puts down what is held, push(x1, y1, z1, x2, y2, z2) pushes from one place to another. z is up. A place is the middle "
+    "of a thing; when you put one onto another, aim higher. You are told where things are, and see which is which."
+)
 
 Vector = NDArray[np.float64]
+_probes = threading.local()  # environments that content_key resets
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,7 @@ class Skill:
 
 def skills_in(answer: str, most: int) -> tuple[Skill, ...]:
     """The calls of an answer, separated by | , ; or lines; none at all where one cannot be read or there are too many."""
-    if len(answer) > MOST_CHARACTERS:
+    if len(answer) > MAX_CHARACTERS:
         return ()
     found = list(SKILL.finditer(answer))
     between = SKILL.sub("", answer)
@@ -62,14 +83,14 @@ def skills_in(answer: str, most: int) -> tuple[Skill, ...]:
         if len(given) != NUMBERS[name] or not all(re.fullmatch(r"[-+]?\d{1,6}(\.\d{0,6})?", number) for number in given):
             return ()
         skills.append(Skill(name, tuple(round(float(number)) for number in given)))
-    within = all(abs(number) <= MOST_MILLIMETRES for skill in skills for number in skill.numbers)
+    within = all(abs(number) <= MAX_MILLIMETRES for skill in skills for number in skill.numbers)
     return tuple(skills) if within else ()
 
 
 def first_skills(answer: str, most: int) -> tuple[tuple[Skill, ...], bool]:
     """As VAGEN reads them: the first ``most`` calls between |, up to one that cannot be read; and whether there is one."""
     skills: list[Skill] = []
-    for part in [part for part in answer[:MOST_CHARACTERS].split("|") if part.strip()][:most]:
+    for part in [part for part in answer[:MAX_CHARACTERS].split("|") if part.strip()][:most]:
         if not (read := skills_in(part, 1)):
             return tuple(skills), True
         skills += read
@@ -84,38 +105,27 @@ class Arm:
         self.terminated = self.truncated = False
 
     def perform(self, skill: Skill) -> bool:
-        """Carry a skill out; returns whether the gripper came to where it was sent."""
+        """Carry a skill out; returns whether the gripper reached the places it was sent to."""
         places = np.array(skill.numbers, np.float64).reshape(-1, 3) / 1000.0
         above = np.array([0.0, 0.0, ABOVE])
-        if skill.name == "pick":
-            return (
-                self._through([places[0] + above, places[0]], OPEN)
-                & self._grip(CLOSED)
-                & self._through([places[0] + above], CLOSED)
-            )
-        if skill.name == "place":
-            return (
-                self._through([places[0] + above, places[0]], CLOSED)
-                & self._grip(OPEN)
-                & self._through([places[0] + above], OPEN)
-            )
-        down = [places[0] + above, places[0]]
-        return self._grip(CLOSED) & self._through([*down, places[1], places[1] + above], CLOSED)
-
-    def _through(self, places: Sequence[Vector], grip: float) -> bool:
-        return all(self._to(place, grip) for place in places)
+        first, last = places[0], places[-1]
+        if skill.name == "push":
+            grips, down, along = (CLOSED, CLOSED), [], [first + above, first, last, last + above]
+        else:
+            grips = (OPEN, CLOSED) if skill.name == "pick" else (CLOSED, OPEN)
+            down, along = [first + above, first], [first + above]
+        reached = all(self._to(place, grips[0]) for place in down)
+        gripped = all(self._move(np.zeros(3), grips[1]) for _ in range(GRIP_MOVES))
+        return reached & gripped & all(self._to(place, grips[1]) for place in along)
 
     def _to(self, place: Vector, grip: float) -> bool:
-        for _ in range(MOST_MOVES):
+        for _ in range(MAX_MOVES):
             off = place - self._at()
             if np.abs(off).max() < NEAR:
                 return True
             if not self._move(np.clip(off / STRIDE, -1.0, 1.0), grip):
                 return False
         return bool(np.abs(place - self._at()).max() < 5 * NEAR)
-
-    def _grip(self, grip: float) -> bool:
-        return all(self._move(np.zeros(3), grip) for _ in range(GRIP_MOVES))
 
     def _move(self, towards: Vector, grip: float) -> bool:
         if self.truncated:
@@ -135,26 +145,11 @@ def vector(batch: Any) -> Vector:
     return np.asarray(held, np.float64).reshape(-1, 3)[0]
 
 
-NAME = "primitive_skill"
-CELL_MM = 50
-FURNITURE = ("table", "ground", "goal_site")
-INSTRUCTIONS = {
-    "StackCube-v1": "Put the red cube on top of the green cube and let go of it.",
-    "PickCube-v1": "Pick the cube up and hold it at the goal.",
-    "PushCube-v1": "Push the cube onto the goal region.",
-}
-RULES = (
-    "You control a robot arm over a table by skills, in millimetres: pick(x, y, z) grasps what is there, place(x, y, z) "
-    "puts down what is held, push(x1, y1, z1, x2, y2, z2) pushes from one place to another. z is up. A place is the middle "
-    "of a thing; when you put one onto another, aim higher. You are told where things are, and see which is which."
-)
-
-
 class PrimitiveSkills:
     """A task of ManiSkill (``id``), played by skills: up to ``max_actions_per_turn`` a response, ``max_steps`` in all.
 
-    Pays ``stage_reward`` for each stage that is newly reached (``stage_N_success`` of the task's info, as VAGEN's tasks
-    have it), ``success_reward``, ``format_reward``, and ``state_reward`` for what is said of where things are: by cells of
+    Gives ``stage_reward`` for each stage that is newly reached (``stage_N_success`` of the task's info, as VAGEN's tasks
+    have it), ``success_reward``, ``format_reward``, and ``state_reward`` for descriptions of where things are: by cells of
     50 mm, counted from the corner of ``workspace`` (least x and least y).
     """
 
@@ -184,12 +179,9 @@ class PrimitiveSkills:
     ) -> None:
         one_of(NAME, "view", view, ["picture", "text"])
         one_of(NAME, "prompt", prompt, ["short", "full"])
-        for option, value in (
-            ("max_turns", max_turns),
-            ("max_steps", max_steps),
-            ("max_actions_per_turn", max_actions_per_turn),
-        ):
-            within(NAME, option, value, 1, 10**6)
+        within(NAME, "max_turns", max_turns, 1, 10**6)
+        within(NAME, "max_steps", max_steps, 1, 10**6)
+        within(NAME, "max_actions_per_turn", max_actions_per_turn, 1, 10**6)
         if len(workspace) != 6 or not all(low < high for low, high in zip(workspace[::2], workspace[1::2], strict=True)):
             raise RecipeError(f"{NAME}: workspace is least and largest x, y and z in millimetres, not {list(workspace)}.")
         self.store, self.id, self.view, self.full = store, id, view, prompt == "full"
@@ -197,8 +189,8 @@ class PrimitiveSkills:
         self.instruction = instruction or INSTRUCTIONS.get(id, "")
         self._workspace = tuple(workspace)
         self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), grammar=grammar)
-        described = described_parts(NAME, self.format, state_reward)
-        self.pay = TurnPay({"success": success_reward, "stage": stage_reward, "format": format_reward, **described})
+        described = description_weights(NAME, self.format, state_reward)
+        self.weights = {"success": success_reward, "stage": stage_reward, "format": format_reward, **described}
         self._making = (id, tuple(modules), dict(make or {}), render_backend)
         self._environment: Any = None
         self._arm: Arm | None = None
@@ -207,7 +199,7 @@ class PrimitiveSkills:
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What the seed leads to: where things are. One environment of a thread is reset for it."""
+        """Where things are. One environment per thread is reset for it."""
         key = repr(sorted((name, repr(value)) for name, value in options.items()))
         held: dict[str, PrimitiveSkills] = _probes.__dict__.setdefault("held", {})
         if key not in held:
@@ -231,7 +223,7 @@ class PrimitiveSkills:
             skills, unknown = first_skills(parsed.answer or "", self.most)
         before, made, worked = self._state(), 0, True
         for skill in skills[: self.max_steps - self._steps]:
-            worked = self._arm.perform(type(skill)(skill.name, self._clipped(skill.numbers)))
+            worked = self._arm.perform(Skill(skill.name, self._clipped(skill.numbers)))
             made, self._steps = made + 1, self._steps + 1
             if self._success() or self._arm.truncated:
                 break
@@ -241,20 +233,14 @@ class PrimitiveSkills:
         self._over = success or out
         reached, self._stage = max(0, self._stages() - self._stage), max(self._stage, self._stages())
         turn = ActionTurn((0,) if skills else (), parsed.sections, parsed.well_formed, unknown)
-        described = judged(turn, before, self._state(), self.pay.worth)
+        described = description_scores(turn, before, self._state(), self.weights)
         good = parsed.well_formed and turn.valid
         taken = " | ".join(map(str, skills[:made]))
-        told = f"You did: {taken}." if taken else "That was no valid answer; nothing was done."
-        info = {
-            "valid": turn.valid,
-            "format": parsed.well_formed,
-            "actions": taken,
-            "worked": worked,
-            "stage": self._stage,
-        }
+        done = f"You did: {taken}." if taken else "That was no valid answer; nothing was done."
+        info = {"valid": turn.valid, "format": parsed.well_formed, "actions": taken, "worked": worked, "stage": self._stage}
         return StepResult(
-            observation=None if self._over else self._shown(told),
-            reward=self.pay.of(success=success, stage=reached, format=good, **described),
+            None if self._over else self._shown(done),
+            turn_reward(self.weights, success=success, stage=reached, format=good, **described),
             done=self._over,
             truncated=not success and self._over,
             success=success if self._over else None,
@@ -262,7 +248,7 @@ class PrimitiveSkills:
         )
 
     def demonstrate(self) -> str:
-        """Nobody knows a good skill here."""
+        """There is none."""
         raise EnvironmentFailure(f"{NAME}: there is no demonstration; warm start from rows that have one.")
 
     def close(self) -> None:
@@ -285,12 +271,9 @@ class PrimitiveSkills:
     def _stages(self) -> int:
         """How many stages are reached, by the last of them."""
         assert self._arm is not None
-        done = [
-            int(found[1]) + 1
-            for key, value in self._arm.info.items()
-            if (found := re.fullmatch(r"stage_(\d+)_success", str(key))) and bool(np.asarray(value).any())
-        ]
-        return max(done, default=0)
+        reached = [key for key, value in self._arm.info.items() if bool(np.asarray(value).any())]
+        marks = (re.fullmatch(r"stage_(\d+)_success", str(key)) for key in reached)
+        return max((int(mark[1]) + 1 for mark in marks if mark), default=0)
 
     def _positions(self) -> dict[str, tuple[int, int, int]]:
         """Where things are, in millimetres."""
@@ -310,21 +293,18 @@ class PrimitiveSkills:
         bounds = self._workspace
         return tuple(min(max(n, bounds[2 * (i % 3)]), bounds[2 * (i % 3) + 1]) for i, n in enumerate(numbers))
 
-    def _shown(self, told: str) -> Observation:
-        places = ", ".join(map(str, self._positions().values()))
-        asked = self._asked()
-        said = "\n".join(filter(None, [told, asked, f"Things are at {places}.", self._form() if self.full else ""]))
+    def _shown(self, done: str) -> Observation:
+        own = getattr(self._environment.unwrapped, "instruction", None)
+        asked = str(own()) if callable(own) and not self.instruction else self.instruction
+        places = f"Things are at {', '.join(map(str, self._positions().values()))}."
+        text = "\n".join(filter(None, [done, asked, places, self._form() if self.full else ""]))
         if self.view == "text":
-            return sight("", said)
+            return observation_of("", text)
         try:
             rendered = self._environment.render()
         except Exception as error:  # the renderer needs Vulkan
             raise EnvironmentFailure(f"{NAME}: '{self.id}' cannot be drawn: {words(error)}; use view: text.") from error
-        return sight(said, picture(self.store, rendered, f"{self.id} seed {self._seed} turn {self._turn}"))
-
-    def _asked(self) -> str:
-        own = getattr(self._environment.unwrapped, "instruction", None)
-        return str(own()) if callable(own) and not self.instruction else self.instruction
+        return observation_of(text, picture(self.store, rendered, f"{self.id} seed {self._seed} turn {self._turn}"))
 
     def _form(self) -> str:
         many = f"up to {self.most} skills, separated by |" if self.most > 1 else "one skill"
@@ -335,18 +315,16 @@ class PrimitiveSkills:
             return "Move things on the table."
         low_x, high_x, low_y, high_y, low_z, high_z = self._workspace
         room = f"x lies between {low_x} and {high_x}, y between {low_y} and {high_y}, z between {low_z} and {high_z}."
-        states = (
-            f"\nSay where things are ({', '.join(self._positions())}) by cells of {CELL_MM} mm, counted from x {low_x} and "
-            f"y {low_y}, as in: {next(iter(self._positions()), 'cube')} at (3, 5)."
-            if {"observation", "prediction"} & {part for part, worth in self.pay.worth.items() if worth}
-            else ""
-        )
+        states = ""
+        if any(self.weights.get(part) for part in ("observation", "prediction")):
+            things = list(self._positions())
+            states = (
+                f"\nSay where things are ({', '.join(things)}) by cells of {CELL_MM} mm, counted from x {low_x} and "
+                f"y {low_y}, as in: {things[0] if things else 'cube'} at (3, 5)."
+            )
         reason = "The cube is on the left; I put it on the other one."
         example = self.format.write("pick(62, -55, 20) | place(75, 33, 60)", think=reason, reasoning=reason)
         return f"{RULES} {room}{states}\n{self._form()}\nFor example: {example}"
-
-
-_probes = threading.local()
 
 
 def _made(id: str, modules: Sequence[str], make: Mapping[str, Any], render_backend: str) -> Any:

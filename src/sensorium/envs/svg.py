@@ -1,4 +1,12 @@
-"""The SVG environment: a picture is shown, and the answer is SVG code that draws it. It may be revised."""
+"""The SVG environment: a picture is shown, and the answer is SVG code that draws it. It may be revised.
+
+Generated shapes never overlap and are listed cell by cell, so two different codes are two different pictures, and a hash of
+the code tells train from test. The picture of a seed may be
+
+    <svg viewBox="0 0 96 96"><circle cx="16" cy="16" r="12" fill="red"/><rect x="68" y="36" …/></svg>
+
+whose state is circle at (0, 0), rect at (1, 2): rows and columns of the grid from 0 at the top left.
+"""
 
 import random
 import re
@@ -11,24 +19,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sensorium.data.media_store import MediaStore
-from sensorium.data.pictures import encode_png
-from sensorium.envs.actions import ActionTurn, TurnPay, describe, described_parts, judged, sight
+from sensorium.data.pictures import decode_picture, encode_png
+from sensorium.envs.actions import (
+    ActionTurn,
+    State,
+    describe,
+    description_scores,
+    description_weights,
+    observation_of,
+    turn_reward,
+)
 from sensorium.envs.protocol import Observation, StepResult, one_of, within
 from sensorium.envs.responses import ResponseFormat
-from sensorium.envs.svg_renderer import Pixels, SvgRefused, checked, draw, refuse_missing, svg_in
+from sensorium.envs.svg_renderer import Pixels, SvgRefused, centred, checked, draw, refuse_missing, svg_in
 from sensorium.recipe.names import build
 from sensorium.vocabulary.content import Media, Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, RecipeError
 from sensorium.vocabulary.task import Task
 
-EDGE = 40.0
-"""Grey levels between neighbouring pixels from which on there is an edge."""
+NAME = "svg"
+EDGE = 40.0  # grey levels between neighbouring pixels that make an edge
+COLOURS = ("red", "green", "blue", "orange", "purple", "black", "teal", "gold")
+KINDS = ("circle", "rect", "ellipse", "polygon")
+CELL = 32
+RADII = (8, 10, 12, 14)
+DEFAULTS = {"grid": 3, "shapes": 4}
+RULES = (
+    "You are shown a picture. Write SVG code that draws it, as exactly as you can: shapes, colours, places. Text, filters, "
+    "scripts and pictures from files are not drawn."
+)
 
 
 def pixel_similarity(target: Pixels, drawn: Pixels) -> float:
-    """1 less the difference of the pixels, as a share of all that both pictures put on the white canvas.
+    """1 minus the difference of the pixels, as a share of all that both pictures put on the white canvas.
 
-    So an empty drawing and one that is nowhere right earn nothing, however much of both is white.
+    So an empty drawing and one that is nowhere right score 0, however much of both is white.
     """
     wanted, found = target.astype(np.float64), drawn.astype(np.float64)
     ink = (255.0 - wanted).sum() + (255.0 - found).sum()
@@ -55,32 +80,12 @@ def _edges(picture: Pixels) -> NDArray[np.bool_]:
 
 def _widened(edges: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Edges and the pixels beside them."""
-    padded = np.pad(edges, 1)
-    height, width = edges.shape
-    wide = np.zeros_like(edges)
-    for down in range(3):
-        for right in range(3):
-            wide |= padded[down : down + height, right : right + width]
-    return wide
-
-
-# Shapes never overlap and are listed cell by cell, so two different codes are two different pictures: a hash of the
-# code tells train from test. A seed may stand for <svg viewBox="0 0 96 96"><circle cx="16" cy="16" r="12"
-# fill="red"/><rect x="68" y="36" …/></svg> whose state is circle at (0, 0), rect at (1, 2): rows and columns of the
-# grid from 0 at the top left.
-
-
-COLOURS = ("red", "green", "blue", "orange", "purple", "black", "teal", "gold")
-KINDS = ("circle", "rect", "ellipse", "polygon")
-CELL = 32
-RADII = (8, 10, 12, 14)
-
-State = dict[str, frozenset[tuple[int, int]]]
+    return np.lib.stride_tricks.sliding_window_view(np.pad(edges, 1), (3, 3)).any(axis=(2, 3))
 
 
 @lru_cache(maxsize=4096)
 def target_code(grid: int, shapes: int, seed: int) -> str:
-    """The SVG code that a seed stands for: 1 to ``shapes`` shapes on a grid of ``grid`` x ``grid`` cells."""
+    """The SVG code of a seed: 1 to ``shapes`` shapes on a grid of ``grid`` x ``grid`` cells."""
     chance = random.Random(f"svg/{grid}/{shapes}/{seed}")
     cells = sorted(chance.sample(range(grid * grid), chance.randint(1, shapes)))
     drawn = "".join(_shape(chance, *divmod(cell, grid)) for cell in cells)
@@ -88,7 +93,7 @@ def target_code(grid: int, shapes: int, seed: int) -> str:
 
 
 def row_code(data: str, split: str, column: str, seed: int) -> str:
-    """The SVG code of the row of a data set that a seed stands for, chosen as VAGEN chooses it."""
+    """The SVG code of the row of a data set that a seed chooses, as in VAGEN."""
     rows = _rows(data, split, column)
     number = random.Random(seed).randint(0, len(rows) - 1)
     code = svg_in(str(rows[number].answer or ""))
@@ -99,13 +104,8 @@ def row_code(data: str, split: str, column: str, seed: int) -> str:
 
 @lru_cache(maxsize=4)
 def _rows(data: str, split: str, column: str) -> Sequence[Task]:
-    rows: Sequence[Task] = build(
-        "source",
-        "hub",
-        {"data": data, "split": split, "columns": {"answer": column}, "environment": {"name": "svg"}},
-        "svg",
-        store=MediaStore(),
-    )
+    options = {"data": data, "split": split, "columns": {"answer": column}, "environment": {"name": NAME}}
+    rows: Sequence[Task] = build("source", "hub", options, NAME, store=MediaStore())
     return rows
 
 
@@ -161,23 +161,14 @@ def _numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"[-+]?(?:\d{1,9}\.?\d{0,9}|\.\d{1,9})", text[:10_000])]
 
 
-NAME = "svg"
-DEFAULTS = {"grid": 3, "shapes": 4}
-RULES = (
-    "You are shown a picture. Write SVG code that draws it, as exactly as you can: shapes, colours, places. Text, filters, "
-    "scripts and pictures from files are not drawn."
-)
-
-
 class SvgDrawing:
     """One picture, drawn in up to ``max_turns`` attempts; after each the drawing is shown. An answer without SVG ends it.
 
     From seeds, pictures are 1 to ``shapes`` flat shapes on a grid. A row brings its own: its picture, or SVG code as its
-    answer. Each attempt is paid ``format_reward`` for code that is drawn, in the form asked for, and the similarity of the
+    answer. Each attempt gets ``format_reward`` for code that is drawn, in the form asked for, and the similarity of the
     drawing, times a weight: ``pixel``, ``structural`` (edges), and with folders of vision models ``dino`` and
-    ``dreamsim``. ``state_reward`` is paid for what the response says of where shapes are, as FrozenLake does.
-    ``dataset`` (a hub id or a folder) has pictures as SVG code in ``dataset_column``; a seed leads to the row that it
-    leads to in VAGEN.
+    ``dreamsim``. ``state_reward`` is for descriptions of where shapes are. ``dataset`` (a hub id or a folder) has pictures
+    as SVG code in ``dataset_column``; a seed chooses the row that it chooses in VAGEN.
     """
 
     instant = False
@@ -220,7 +211,7 @@ class SvgDrawing:
         for term, weight, path in (("dino", dino_weight, dino_path), ("dreamsim", dreamsim_weight, dreamsim_path)):
             if weight and not path:
                 raise RecipeError(
-                    f"svg: {term}_weight is {weight:g} and no model: say {term}_path, the folder of a vision model."
+                    f"svg: {term}_weight is {weight:g} without a model: set {term}_path, the folder of a vision model."
                 )
         self.store, self.side, self.max_turns, self.view, self.device = store, side, max_turns, view, device
         self.full, self.success_above, self._kind, self._task = prompt == "full", success_above, (grid, shapes), task
@@ -228,8 +219,8 @@ class SvgDrawing:
         self._paths = {"dino": dino_path, "dreamsim": dreamsim_path}
         weights = {"pixel": pixel_weight, "structural": structural_weight, "dino": dino_weight, "dreamsim": dreamsim_weight}
         self._weights = {term: weight for term, weight in weights.items() if weight}
-        described = described_parts(NAME, self.format, state_reward)
-        self.pay = TurnPay({"format": format_reward, **self._weights, **described})
+        described = description_weights(NAME, self.format, state_reward)
+        self.weights = {"format": format_reward, **self._weights, **described}
         self._describes = bool(state_reward and described)
         self._target: Pixels | None = None
         self._code, self._seed, self._turn, self._over = "", 0, 0, True
@@ -239,7 +230,7 @@ class SvgDrawing:
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What the seed leads to: the code of its picture. Different codes are different pictures."""
+        """The code of a seed's picture. Different codes are different pictures."""
         if data := options.get("dataset"):
             return row_code(data, options.get("dataset_split", "train"), options.get("dataset_column", "Svg"), seed)
         return target_code(*(options.get(key, value) for key, value in DEFAULTS.items()), seed)
@@ -257,33 +248,37 @@ class SvgDrawing:
         """Draw the code of the answer and compare."""
         target = self._open()
         parsed = self.format.parse(response)
-        code = svg_in(parsed.answer) if parsed.answer is not None else svg_in(response)
-        drawn, told = self._attempt(code)
+        code = svg_in(response if parsed.answer is None else parsed.answer)
+        drawn, problem = None, "" if code is not None else "There is no SVG code in the answer."
+        if code is not None:
+            try:
+                drawn = draw(code, self.side)
+            except SvgRefused as refused:
+                problem = f"The SVG code is refused: {refused}."
         scores = self._scores(target, drawn) if drawn is not None else {}
         self._turn += 1
         self._over = drawn is None or self._turn >= self.max_turns
         worth = sum(self._weights.values())
-        likeness = sum(self._weights[term] * score for term, score in scores.items()) / worth if worth else 0.0
+        similarity = sum(self._weights[term] * score for term, score in scores.items()) / worth if worth else 0.0
         good = parsed.well_formed and drawn is not None
         grid = self._kind[0]
         turn = ActionTurn((0,) if good else (), parsed.sections, good)
-        described = judged(turn, state_of(self._code, grid), state_of(code or "", grid), self.pay.worth)
-        success = bool(self._over and scores and likeness >= self.success_above)
-        words = f"Your drawing. {'Revise it.' if not self.full else 'Revise your code. ' + self._form()}"
+        described = description_scores(turn, state_of(self._code, grid), state_of(code or "", grid), self.weights)
+        success = bool(self._over and scores and similarity >= self.success_above)
+        revise = f"Your drawing. {'Revise it.' if not self.full else 'Revise your code. ' + self._form()}"
+        info = {
+            "valid": drawn is not None,
+            "format": parsed.well_formed,
+            "told": problem,
+            "similarity": round(similarity, 6),
+        }
+        info |= {term: round(score, 6) for term, score in scores.items()}
         return StepResult(
-            observation=None if self._over or drawn is None else self._shown(drawn, words),
-            reward=self.pay.of(format=good, **scores, **described),
+            None if self._over or drawn is None else self._shown(drawn, revise),
+            turn_reward(self.weights, format=good, **scores, **described),
             done=self._over,
             success=success if self._over else None,
-            info={
-                "valid": drawn is not None,
-                "format": parsed.well_formed,
-                "told": told,
-                "similarity": round(likeness, 6),
-                **{term: round(score, 6) for term, score in scores.items()},
-                **described,
-                "success": success,
-            },
+            info={**info, **described, "success": success},
         )
 
     def demonstrate(self) -> str:
@@ -291,12 +286,12 @@ class SvgDrawing:
         self._open()
         if not self._code:
             raise EnvironmentFailure("svg: there is no SVG code of this picture to demonstrate.")
-        state = self._described(state_of(self._code, self._kind[0]))
+        state = describe(state_of(self._code, self._kind[0]))
         reason = "I draw each shape in its place."
         return self.format.write(self._code, think=reason, reasoning=reason, observation=state, prediction=state)
 
     def close(self) -> None:
-        """The processes that draw are shared, and stay."""
+        """Nothing to do: the processes that draw are shared."""
 
     def _open(self) -> Pixels:
         if self._over or self._target is None:
@@ -306,11 +301,8 @@ class SvgDrawing:
     def _chosen(self, seed: int) -> tuple[str, Pixels]:
         """The code (empty if unknown) and the pixels of the picture to draw: the row's, or the seed's."""
         task = self._task
-        shown = (
-            [block for message in task.messages for block in message.content if isinstance(block, Media)] if task else []
-        )
         code = svg_in(task.answer) or "" if task is not None and isinstance(task.answer, str) else ""
-        if shown:
+        if task is not None and (shown := [item for message in task.messages for item in message.media]):
             return code, self._fitted(shown[0])
         code = code or (row_code(*self._data, seed) if self._data else target_code(*self._kind, seed))
         try:
@@ -320,11 +312,7 @@ class SvgDrawing:
             raise EnvironmentFailure(f"svg: the SVG code of {where} cannot be drawn: {refused}.") from refused
 
     def _fitted(self, media: Media) -> Pixels:
-        import numpy as np
-        from PIL import Image
-
-        from sensorium.data.pictures import decode_picture
-
+        """A row's picture, within a white square."""
         if media.kind != "picture":
             raise EnvironmentFailure(f"svg: a {media.kind} cannot be drawn; the row needs a picture.")
         try:
@@ -332,22 +320,12 @@ class SvgDrawing:
         except MediaError as error:
             raise EnvironmentFailure(str(error)) from error
         picture.thumbnail((self.side, self.side))
-        canvas = Image.new("RGB", (self.side, self.side), "white")
-        canvas.paste(picture, ((self.side - picture.width) // 2, (self.side - picture.height) // 2))
-        return np.asarray(canvas)
-
-    def _attempt(self, code: str | None) -> tuple[Pixels | None, str]:
-        if code is None:
-            return None, "There is no SVG code in the answer."
-        try:
-            return draw(code, self.side), ""
-        except SvgRefused as refused:
-            return None, f"The SVG code is refused: {refused}."
+        return centred(picture, self.side)
 
     def _scores(self, target: Pixels, drawn: Pixels) -> dict[str, float]:
         compared = {"pixel": pixel_similarity, "structural": structural_similarity}
         scores = {term: compared[term](target, drawn) for term in self._weights if term in compared}
-        for term in (term for term in self._weights if term not in compared):
+        for term in set(self._weights) - set(compared):
             model = build("similarity", term, {"path": self._paths[term], "device": self.device}, NAME)
             scores[term] = model.score(target, drawn)
         return scores
@@ -355,7 +333,9 @@ class SvgDrawing:
     def _shown(self, pixels: Pixels, words: str) -> Observation:
         if self.view == "blank":
             pixels = pixels * 0 + 255
-        return sight(words, self.store.put(encode_png(pixels), "picture", f"svg seed {self._seed} turn {self._turn}"))
+        return observation_of(
+            words, self.store.put(encode_png(pixels), "picture", f"svg seed {self._seed} turn {self._turn}")
+        )
 
     def _form(self) -> str:
         return f"Answer in this form:\n{self.format.shown('SVG code')}"
@@ -364,17 +344,13 @@ class SvgDrawing:
         if not self.full:
             return "Draw this as SVG."
         grid = self._kind[0]
-        states = (
-            f"\nSay where shapes are (circle, rect, ellipse, polygon) by row and column of a grid of {grid} by {grid} over "
-            "the picture, counted from 0 at the top left, as in: circle at (0, 1)."
-            if self._describes
-            else ""
-        )
+        states = ""
+        if self._describes:
+            states = (
+                f"\nSay where shapes are (circle, rect, ellipse, polygon) by row and column of a grid of {grid} by {grid} "
+                "over the picture, counted from 0 at the top left, as in: circle at (0, 1)."
+            )
         example = '<svg viewBox="0 0 96 96"><circle cx="48" cy="48" r="12" fill="red"/></svg>'
         state, reason = "circle at (1, 1)", "There is one red circle in the middle."
         written = self.format.write(example, think=reason, reasoning=reason, observation=state, prediction=state)
         return f"{RULES}{states}\n{self._form()}\nFor example: {written}"
-
-    @staticmethod
-    def _described(state: State) -> str:
-        return describe(state)

@@ -1,4 +1,13 @@
-"""SVG that a model wrote: checked before any renderer sees it, then drawn in child processes that can be killed."""
+"""SVG that a model wrote: checked before any renderer sees it, then drawn in child processes that can be killed.
+
+The renderer reads local files that an ``<image>`` names, crashes on deep nesting and can be made to work for minutes. So
+only listed elements pass, references go to ids of the same code, and copies by ``<use>`` are counted as if written out:
+
+    <g id="a"><rect/><rect/></g><g id="b"><use href="#a"/><use href="#a"/></g>     counts 2 g + 2 rects + 2 x 4 = 12
+
+Each further level doubles it, so a use-bomb of 30 lines is refused without being drawn. Whatever the code does, ``draw``
+returns a picture or raises SvgRefused within ``DEADLINE_S`` (plus the start of a process).
+"""
 
 import importlib.util
 import os
@@ -20,21 +29,15 @@ from PIL import Image
 from sensorium.cluster.python_process import PipedProcess, ProcessLost
 from sensorium.vocabulary.errors import RecipeError
 
-# The renderer reads local files that an ``<image>`` names, crashes on deep nesting and can be made to work for minutes,
-# so only listed elements pass, references go to ids of the same code, and copies by ``<use>`` are counted as if written
-# out: <g id="a"><rect/><rect/></g><g id="b"><use href="#a"/><use href="#a"/></g> counts 2 g + 2 rects + 2 x 4 = 12 Each
-# further level doubles it, so a use-bomb of 30 lines is refused without being drawn.
-
-
-MOST_BYTES = 100_000
-MOST_NODES = 5_000
-"""Elements, those that are copied by reference included."""
-MOST_DEPTH = 50
-MOST_ATTRIBUTE_BYTES = 50_000
+MAX_BYTES = 100_000
+MAX_NODES = 5_000  # elements, those that are copied by reference included
+MAX_DEPTH = 50
+MAX_ATTRIBUTE_BYTES = 50_000
 
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 
+# The elements that pass. Filters are not among them: one line of them can keep a processor busy for minutes.
 DRAWN = frozenset(
     [
         "svg", "g", "defs", "use", "symbol", "path", "rect", "circle", "ellipse", "line", "polyline", "polygon", "text",
@@ -42,10 +45,21 @@ DRAWN = frozenset(
         "metadata", "style",
     ]
 )  # fmt: skip
-"""The elements of SVG that pass. Filters are not among them: one line of them can keep a processor busy for minutes."""
 
 OUTSIDE = re.compile(r"url\(\s*(?![\"']?#)|@import|expression\s*\(|javascript:|data:|file:|https?:", re.IGNORECASE)
 POINTED = re.compile(r"url\(\s*[\"']?#([^\"')\s]+)")
+
+DEADLINE_S = 5.0
+START_S = 60.0
+MEMORY_MIB = 1024  # address space of a process: the interpreter takes a small part of it, a picture a few megabytes
+MAX_PROCESSES = 4
+MAX_REPLY = 64 << 20
+
+Pixels = NDArray[np.uint8]
+
+_idle: list["_Renderer"] = []
+_free = threading.BoundedSemaphore(MAX_PROCESSES)
+_lock = threading.Lock()
 
 
 class SvgRefused(ValueError):
@@ -54,8 +68,6 @@ class SvgRefused(ValueError):
 
 @dataclass
 class _Element:
-    """An element: those in it, the ids that it refers to, and what it counts with all that it copies."""
-
     depth: int
     inside: list["_Element"] = field(default_factory=list)
     refers: list[str] = field(default_factory=list)
@@ -64,9 +76,8 @@ class _Element:
 def svg_in(text: str) -> str | None:
     """The last complete SVG in a text, None without one."""
     end = text.rfind("</svg>")
-    closed_at_once = re.compile(r"<svg\b[^<>]*/>")
     if end < 0:
-        found = closed_at_once.findall(text[-MOST_BYTES:])
+        found = re.findall(r"<svg\b[^<>]*/>", text[-MAX_BYTES:])
         return found[-1] if found else None
     start = text.find("<svg")
     return text[start : end + len("</svg>")] if 0 <= start < end else None
@@ -74,8 +85,8 @@ def svg_in(text: str) -> str | None:
 
 def checked(code: str) -> str:
     """The code as a renderer may have it, its namespaces declared; raises SvgRefused with the reason."""
-    if len(code) > MOST_BYTES or len(code.encode("utf-8", "replace")) > MOST_BYTES:
-        raise SvgRefused(f"it is longer than {MOST_BYTES:,} bytes")
+    if len(code) > MAX_BYTES or len(code.encode("utf-8", "replace")) > MAX_BYTES:
+        raise SvgRefused(f"it is longer than {MAX_BYTES:,} bytes")
     code = _with_namespaces(code.strip())
     reader = _Reader()
     try:
@@ -99,9 +110,12 @@ class _Reader:
         self._in_style = 0
 
     def read(self, code: bytes) -> None:
+        def refuse(what: str) -> None:
+            raise SvgRefused(f"a {what} is not allowed in it")
+
         parser = expat.ParserCreate(namespace_separator=" ")
-        parser.StartDoctypeDeclHandler = self._doctype
-        parser.ProcessingInstructionHandler = self._instruction
+        parser.StartDoctypeDeclHandler = lambda *_: refuse("DOCTYPE")
+        parser.ProcessingInstructionHandler = lambda *_: refuse("processing instruction")
         parser.StartElementHandler = self._start
         parser.EndElementHandler = self._end
         parser.CharacterDataHandler = self._text
@@ -120,8 +134,8 @@ class _Reader:
             if visited:
                 path.discard(id(element))
                 counts[id(element)] = 1 + sum(counts[id(part)] for part in parts)
-                if counts[id(element)] > MOST_NODES:
-                    raise SvgRefused(f"it draws more than {MOST_NODES:,} elements, copies included")
+                if counts[id(element)] > MAX_NODES:
+                    raise SvgRefused(f"it draws more than {MAX_NODES:,} elements, copies included")
             elif id(element) not in counts and id(element) not in path:
                 path.add(id(element))
                 stack.append((element, True))
@@ -131,12 +145,6 @@ class _Reader:
                     if id(part) not in counts:
                         stack.append((part, False))
 
-    def _doctype(self, *_: object) -> None:
-        raise SvgRefused("a DOCTYPE is not allowed in it")
-
-    def _instruction(self, *_: object) -> None:
-        raise SvgRefused("a processing instruction is not allowed in it")
-
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         space, _, kind = name.rpartition(" ")
         if self.root is None and kind != "svg":
@@ -144,11 +152,11 @@ class _Reader:
         if space in ("", SVG) and kind not in DRAWN:
             raise SvgRefused(f"<{kind:.40}> is not allowed in it")
         self._count += 1
-        if self._count > MOST_NODES:
-            raise SvgRefused(f"it has more than {MOST_NODES:,} elements")
+        if self._count > MAX_NODES:
+            raise SvgRefused(f"it has more than {MAX_NODES:,} elements")
         element = _Element(len(self._open) + 1)
-        if element.depth > MOST_DEPTH:
-            raise SvgRefused(f"its elements are nested more than {MOST_DEPTH} deep")
+        if element.depth > MAX_DEPTH:
+            raise SvgRefused(f"its elements are nested more than {MAX_DEPTH} deep")
         for key, value in attributes.items():
             self._attribute(element, key.rpartition(" ")[2], value)
         if self._open:
@@ -158,8 +166,8 @@ class _Reader:
         self._in_style += kind == "style"
 
     def _attribute(self, element: _Element, key: str, value: str) -> None:
-        if len(value) > MOST_ATTRIBUTE_BYTES:
-            raise SvgRefused(f"its attribute {key:.40} is longer than {MOST_ATTRIBUTE_BYTES:,} characters")
+        if len(value) > MAX_ATTRIBUTE_BYTES:
+            raise SvgRefused(f"its attribute {key:.40} is longer than {MAX_ATTRIBUTE_BYTES:,} characters")
         if key.lower().startswith("on"):
             raise SvgRefused(f"{key:.40} is not allowed in it")
         if key == "id":
@@ -176,26 +184,26 @@ class _Reader:
         self._open.pop()
         self._in_style -= name.rpartition(" ")[2] == "style"
 
-    def _text(self, said: str) -> None:
-        if self._in_style and (_leads_outside(said) or "url" in (said + _unescaped(said)).lower()):
+    def _text(self, text: str) -> None:
+        if self._in_style and (_leads_outside(text) or "url" in (text + _unescaped(text)).lower()):
             raise SvgRefused("a style sheet in it refers to something")
 
 
 def _leads_outside(value: str) -> bool:
-    """Whether an attribute or a style refers to anything but an id, as it stands or without escapes and comments."""
+    """Whether an attribute or a style refers to anything but an id, with or without its escapes and comments."""
     return bool(OUTSIDE.search(value) or OUTSIDE.search(_unescaped(value)))
 
 
 def _unescaped(value: str) -> str:
-    """CSS with its escapes and comments taken out, so that they hide nothing."""
+    """CSS without its escapes and comments, so that they hide nothing."""
+
+    def character(found: re.Match[str]) -> str:
+        number = int(found[1], 16)
+        return chr(number) if 0 < number < 0x110000 and not 0xD800 <= number < 0xE000 else ""
+
     before, *comments = value.split("/*")
     plain = before + "".join(comment.partition("*/")[2] for comment in comments)
-    return re.sub(r"\\([0-9a-fA-F]{1,6})\s?", lambda found: _character(found[1]), plain).replace("\\", "")
-
-
-def _character(digits: str) -> str:
-    number = int(digits, 16)
-    return chr(number) if 0 < number < 0x110000 and not 0xD800 <= number < 0xE000 else ""
+    return re.sub(r"\\([0-9a-fA-F]{1,6})\s?", character, plain).replace("\\", "")
 
 
 def _with_namespaces(code: str) -> str:
@@ -210,24 +218,6 @@ def _with_namespaces(code: str) -> str:
     return re.sub(r"^<\?xml\s[^<>]*\?>\s*", "", code[:at] + missing + code[at:])
 
 
-# Whatever the code does, ``draw`` returns a picture or raises SvgRefused within ``DEADLINE_S`` (and the start of a
-# process).
-
-
-DEADLINE_S = 5.0
-START_S = 60.0
-MEMORY_MIB = 1024
-"""Address space of a process: the interpreter takes a small part of it, a picture a few megabytes."""
-MOST_PROCESSES = 4
-MOST_REPLY = 64 << 20
-
-Pixels = NDArray[np.uint8]
-
-_idle: list["_Renderer"] = []
-_free = threading.BoundedSemaphore(MOST_PROCESSES)
-_lock = threading.Lock()
-
-
 def refuse_missing() -> None:
     """Say what to install where there is no renderer."""
     if importlib.util.find_spec("resvg_py") is None:
@@ -237,6 +227,13 @@ def refuse_missing() -> None:
 def draw(code: str, side: int) -> Pixels:
     """The picture of an SVG on white, uint8 of [side, side, 3]; one of another shape is centred. Raises SvgRefused."""
     return _drawn(checked(code), side)
+
+
+def centred(picture: Image.Image, side: int) -> Pixels:
+    """A picture in the middle of a white square."""
+    canvas = Image.new("RGB", (side, side), "white")
+    canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+    return np.asarray(canvas)
 
 
 @lru_cache(maxsize=64)
@@ -261,22 +258,20 @@ def _drawn(code: str, side: int) -> Pixels:
 
 
 class _Renderer(PipedProcess):
-    """A process that draws."""
-
     def __init__(self) -> None:
-        surroundings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ.get("PATH", "")}
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ.get("PATH", "")}
         script = str(Path(__file__).with_name("svg_render_child.py"))
-        super().__init__([sys.executable, "-P", script, str(MEMORY_MIB)], surroundings, "/", silent=True)
+        super().__init__([sys.executable, "-P", script, str(MEMORY_MIB)], variables, "/", silent=True)
         self._started = False
 
     def ask(self, code: str, side: int) -> tuple[bool, bytes]:
-        """Draw; raises ProcessLost where no answer comes in time, or none at all."""
+        """Whether drawing failed, and the PNG or the error; ProcessLost where no answer comes in time."""
         text = code.encode()
         until = time.monotonic() + DEADLINE_S + (0.0 if self._started else START_S)
         self.write(struct.pack(">II", side, len(text)) + text)
         try:
             failed, length = struct.unpack(">BI", self.read(5, until))
-            if length > MOST_REPLY:
+            if length > MAX_REPLY:
                 raise ProcessLost("its picture is too large")
             self._started = True
             return bool(failed), self.read(length, until)

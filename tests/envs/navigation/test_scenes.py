@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sensorium.data.environment_tasks import EnvironmentTasks
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.navigation import ACTIONS, BODY, Navigation, Pose, Scene, SceneSimulator, Thing, scene_of
+from sensorium.envs.navigation import ACTIONS, BODY, Navigation, Pose, Scene, Thing, scene_of
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
 ROOM = Scene(((0.0, 6.0, 0.0, 6.0),), (), (Thing("box", "red", (5.0, 3.0)),), Pose((1.0, 3.0), 0.0))
@@ -41,18 +41,14 @@ def test_moves_go_where_the_walker_looks_and_stop_at_walls_and_things() -> None:
 @given(st.integers(0, 10**6), st.sampled_from([1, 4]))
 def test_every_target_can_be_walked_to_by_the_demonstrated_actions(seed: int, rooms: int) -> None:
     scene = scene_of(rooms, 5.0, 2, 1.5, 0.5, seed)
-    simulator = SceneSimulator((rooms, 5.0, 2, 1.5, 0.5), 16, 90.0)
-    assert scene.target.name in simulator.start(seed)
+    pose = scene.start
     for _ in range(200):
-        distance, _ = simulator.target()
-        if distance <= 1.5:
+        if scene.distance(pose) <= 1.5:
             break
-        action = simulator.way()[0]
-        expected = simulator.ahead((action,))
-        assert simulator.act(action)
-        assert simulator.target() == pytest.approx(expected)
-        assert all(math.dist(simulator._pose.at, thing.at) > BODY for thing in scene.things)
-    assert simulator.target()[0] <= 1.5
+        pose, worked = scene.after(pose, scene.demonstration(pose, 1.5, 0.5)[0], 0.5)
+        assert worked
+        assert all(math.dist(pose.at, thing.at) > BODY for thing in scene.things)
+    assert scene.distance(pose) <= 1.5
 
 
 def test_nothing_is_walked_through_between_rooms_but_passages() -> None:

@@ -165,7 +165,7 @@ def test_vision_models_are_terms_of_their_own(tmp_path: Path) -> None:
 
 
 def test_options_that_cannot_work_are_refused() -> None:
-    with pytest.raises(RecipeError, match="say dreamsim_path"):
+    with pytest.raises(RecipeError, match="dreamsim_path"):
         made(dreamsim_weight=5.0)
     with pytest.raises(RecipeError, match="shapes"):
         made(grid=2, shapes=5)

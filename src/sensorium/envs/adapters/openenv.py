@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.adapters.content import key_of, picture, said
+from sensorium.envs.adapters.content import key_of, picture, text_form
 from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.responses import ResponseFormat
 from sensorium.vocabulary.content import Message, Text, system
@@ -262,7 +262,7 @@ class OpenEnvironment:
             if (key in self.text if self.text is not None else key not in used and key != "metadata" and value is not None)
         }
         lone = len(texts) == 1
-        lines = "\n".join(said(value) if lone else f"{key}: {said(value)}" for key, value in texts.items())
+        lines = "\n".join(text_form(value) if lone else f"{key}: {text_form(value)}" for key, value in texts.items())
         blocks = [Text(lines)] if lines else []
         shown = tuple(picture(self.store, item, where) for item in found)
         return Observation((Message("user", (*blocks, *shown) or (Text("(nothing is shown)"),)),))
