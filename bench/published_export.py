@@ -48,7 +48,7 @@ def _make(place: Path, tiny: bool) -> dict[str, Any]:
     from workload import QWEN2_5_OMNI_7B, write_model
 
     from sensorium.models.tiny import make_tiny
-    from tests.models.published_layouts import publish
+    from tests.families import publish
 
     made, source = place / "made", place / "source"
     if tiny:

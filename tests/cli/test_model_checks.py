@@ -20,7 +20,7 @@ from sensorium.recipe.schema import LoraSection, ModelSection
 from sensorium.recipe.shape import IncompleteConfig, read_shape
 from sensorium.report.tables import count_text
 from sensorium.vocabulary.errors import ModelError, RecipeError
-from tests.models.published_layouts import LAYOUTS, publish
+from tests.families import LAYOUTS, publish
 
 SINGLE = "model.safetensors"
 
@@ -207,8 +207,8 @@ def test_a_hub_id_that_is_not_here_is_said_to_be_unchecked_and_nothing_is_fetche
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_published_passes_and_is_counted_as_it_is_loaded(name: str, tmp_path: Path) -> None:
-    layout = LAYOUTS[name]
-    folder = publish(name, make_tiny(layout.family, tmp_path / "v5", **layout.overrides), tmp_path / "published")
+    family, layout = LAYOUTS[name]
+    folder = publish(name, make_tiny(family, tmp_path / "v5", **layout.overrides), tmp_path / "published")
     assert check_checkpoint(ModelSection(path=str(folder))) == []
     counted, alone = read_shape(str(folder)), read_shape(str(tmp_path / "v5"))
     assert counted is not None

@@ -17,9 +17,9 @@ from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Segment
+from tests.families import FAMILY_ROWS, HEARING, SEEING, stock_class
 
 from ..models.clips import clip, noise, row_inputs, tone
 
@@ -42,8 +42,8 @@ class Bench:
         return clip(self.policy.chat.store, seed, frames, seconds=seconds)
 
     def tone(self, seed: int, seconds: float = 0.5) -> Media:
-        """A sound in the policy's store."""
-        return tone(self.policy.chat.store, seed, seconds)
+        """A sound in the policy's store; not so short that the library's numbers for it vary."""
+        return tone(self.policy.chat.store, seed, max(seconds, FAMILY_ROWS[self.policy.family].shortest_s))
 
     def logits(self, segments: Sequence[Segment]) -> list[Tensor]:
         """Logits [n, V] before each token of every model segment, by one stock forward over the whole thread."""
@@ -74,12 +74,10 @@ class Bench:
 
 def make_bench(family: str, folder: Path, device: str = "cpu", dtype: str = "float32", **overrides: Any) -> Bench:
     """A tiny checkpoint of a family, loaded both ways; ``overrides`` are ``make_tiny``'s."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     make_tiny(family, folder, seed=1, initializer_range=0.15, **overrides)
-    loader = AutoModelForImageTextToText if FAMILIES[family].vision else AutoModelForCausalLM
     policy = load_policy(str(folder), store=MediaStore(), device=device, dtype=dtype)
-    return Bench(policy, loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval())
+    stock = stock_class(family).from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return Bench(policy, stock.eval())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -113,15 +111,21 @@ def vision(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> B
     return benches(request.param)
 
 
-@pytest.fixture(params=[family for family, kind in FAMILIES.items() if kind.vision])
+@pytest.fixture(params=SEEING)
 def watching(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
     """Every family that takes video."""
     return benches(request.param)
 
 
+@pytest.fixture(params=HEARING)
+def hearing(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
+    """Every family that takes sound."""
+    return benches(request.param)
+
+
 @pytest.fixture
 def omni(benches: Callable[[str], Bench]) -> Bench:
-    """The family that also hears."""
+    """A family that sees and hears."""
     return benches("qwen2_5_omni")
 
 

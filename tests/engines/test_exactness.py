@@ -7,6 +7,7 @@ from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
 from sensorium.vocabulary.content import Message, system, user
 from sensorium.vocabulary.episode import Segment
+from tests.families import FAMILY_ROWS
 
 from ..models.clips import heard_clip
 from .conftest import Bench, ask, generate
@@ -58,17 +59,17 @@ def test_a_picture_in_turn_three_extends_the_cache(vision: Bench) -> None:
 
 def test_videos(watching: Bench) -> None:
     engine = NativeEngine(watching.policy)
-    counts = (4, 4, 4) if watching.policy.family == "llava_onevision" else (4, 5, 2)  # stock: clips of one length
+    counts = (4, 4, 4) if FAMILY_ROWS[watching.policy.family].one_length == "model" else (4, 5, 2)
     first, second, third = (watching.clip(i, frames, seconds=8.0 / i) for i, frames in enumerate(counts, 1))
     turns = [[user(first, "then", second, "which?")], [user("and now?")], [user(third, "or now?")]]
     assert_exact(watching, talk(watching, engine, turns))
     assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (1, 2, 3)
 
 
-def test_sounds(omni: Bench) -> None:
-    engine = NativeEngine(omni.policy)
-    turns = [[user("what?")], [user("Listen", omni.tone(1, 1.3), "now?")], [user(omni.tone(2, 0.1), omni.tone(3, 2.2))]]
-    assert_exact(omni, talk(omni, engine, turns))
+def test_sounds(hearing: Bench) -> None:
+    engine, tone = NativeEngine(hearing.policy), hearing.tone
+    turns = [[user("what?")], [user("Listen", tone(1, 1.3), "now?")], [user(tone(2, 0.1), tone(3, 2.2))]]
+    assert_exact(hearing, talk(hearing, engine, turns))
     assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (1, 2, 3)
 
 

@@ -5,19 +5,14 @@ import pytest
 import torch
 
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.family_facts import FAMILIES
+from tests.families import SENSING, wide_weights
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny checkpoints with weights large enough for logits of several units."""
     folder = tmp_path_factory.mktemp("tiny")
-    made = {}
-    for family, kind in FAMILIES.items():
-        if kind.vision:
-            more = {"vision_initializer_range": 0.15} if "initializer_range" in kind.vision else {}
-            made[family] = make_tiny(family, folder / family, initializer_range=0.15, **more)
-    return made
+    return {family: make_tiny(family, folder / family, **wide_weights(family, 0.15, "", "vision")) for family in SENSING}
 
 
 @pytest.fixture(scope="session")

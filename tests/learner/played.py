@@ -1,5 +1,6 @@
 """Episodes played by hand on tiny policies, and the same threads through the stock transformers model, row by row."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary import Episode, Media, Segment, Status, Thread, Turn, system, user
+from tests.families import FAMILY_ROWS, stock_class
 
 from ..models.clips import clip, heard_clip, noise, row_inputs, tone
 
@@ -49,22 +51,23 @@ class Player:
         self.count = self.episodes = 0
 
     def picture(self, width: int = 56, height: int = 56) -> Media:
+        """A picture, or a sound of a family that sees none."""
+        if "picture" not in self.policy.chat.modalities:
+            return self.sound()
         return noise(self.policy.chat.store, int(self.rng.integers(1 << 30)), width, height)
 
     def film(self) -> Media:
         frames, seconds = int(self.rng.integers(2, 6)), float(self.rng.uniform(1, 12))
-        if self.policy.family == "llava_onevision":  # whose stock model takes videos of one length only
+        if FAMILY_ROWS[self.policy.family].one_length == "model":
             frames = 3
         return clip(self.policy.chat.store, int(self.rng.integers(1 << 30)), frames, 56, 28, seconds)
 
     def heard_film(self) -> Media:
         seed, seconds = int(self.rng.integers(1 << 30)), float(self.rng.uniform(1, 4))
-        if self.policy.family == "qwen3_omni_moe":  # whose fractions of positions the library keeps and we cut
-            seconds = 3.0
-        return heard_clip(self.policy.chat.store, seed, seconds)
+        return heard_clip(self.policy.chat.store, seed, FAMILY_ROWS[self.policy.family].heard_s or seconds)
 
     def sound(self) -> Media:
-        shortest = 1.0 if self.policy.family == "qwen3_omni_moe" else 0.05  # shorter ones vary with their company
+        shortest = max(0.05, FAMILY_ROWS[self.policy.family].shortest_s)
         return tone(self.policy.chat.store, int(self.rng.integers(1 << 30)), float(self.rng.uniform(shortest, 2.5)))
 
     def write(self, longest: int = 9) -> Segment:
@@ -137,9 +140,8 @@ class Player:
 
 def stock_model(folder: Path) -> Any:
     """The checkpoint as transformers loads it, nothing of ours in it."""
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    family = json.loads((folder / "config.json").read_text())["model_type"].removesuffix("_thinker")
+    return stock_class(family).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def stock_rows(

@@ -20,6 +20,7 @@ from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import VideoParameters
 from tests.data.clips import middle
+from tests.families import FAMILY_ROWS
 
 from .trained_positions import with_trained_positions
 
@@ -117,7 +118,7 @@ def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str,
     if "sound" in policy.chat.modalities and videos:
         made["video_second_per_grid"] = torch.tensor([2 * video.seconds_per_frame for video in videos])
     made.pop("video_metadata", None)
-    if policy.family == "qwen3_omni_moe" and "input_features" in made:
+    if FAMILY_ROWS[policy.family].shortest_s and "input_features" in made:
         made |= heard_alone(policy, shown(policy, media, "sound"))
     if any(item.sound is not None for item in media):
         made["use_audio_in_video"] = True  # type: ignore[assignment]
@@ -207,7 +208,7 @@ def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[st
 def media_inputs(policy: Policy, media: tuple[Media, ...]) -> dict[str, Tensor]:
     """What the stock model needs for media, whatever text they stand in."""
     tokens = policy.chat.media_format.placeholders
-    if policy.family == "internvl" and len(media) > 1:  # whose own processor takes videos of one length only
+    if FAMILY_ROWS[policy.family].one_length == "processor" and len(media) > 1:
         return {"pixel_values": torch.cat([media_inputs(policy, (item,))["pixel_values"] for item in media])}
     names = {kind: policy.chat.tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
     text = "".join(

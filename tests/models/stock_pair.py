@@ -14,6 +14,7 @@ from sensorium.models.rendering import TEMPLATE_KINDS
 from sensorium.models.segment_layout import Placement, placements
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment
+from tests.families import FAMILY_ROWS
 
 from .clips import clip, decoded, noise, stock_inputs, tone
 
@@ -35,9 +36,14 @@ class Pair:
         return clip(self.policy.chat.store, seed, frames, width, height, seconds)
 
     def tone(self, seed: int, seconds: float = 0.5) -> Media:
-        """A sound in the policy's store; of a second at least where the library's numbers for a shorter one vary."""
-        shortest = 1.0 if self.policy.family == "qwen3_omni_moe" else 0.0
-        return tone(self.policy.chat.store, seed, max(seconds, shortest))
+        """A sound in the policy's store; not so short that the library's numbers for it vary."""
+        return tone(self.policy.chat.store, seed, max(seconds, FAMILY_ROWS[self.policy.family].shortest_s))
+
+    def medium(self, seed: int, width: int = 64, height: int = 64) -> Media:
+        """A picture, or a sound of a family that sees none: of another length for each size of a picture."""
+        if "picture" in self.policy.chat.modalities:
+            return self.picture(seed, width, height)
+        return self.tone(seed, (width + height) / 100)
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, Tensor]:
         """What the checkpoint's own processor makes of a conversation that asks for an answer."""
@@ -80,7 +86,7 @@ def processed(policy: Policy, messages: Sequence[Message], generate: bool = True
         if policy.chat.media_format.own_marks:
             # As transformers 4.57 does: the steps of a video replace the template's marks as well.
             text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
-        return stock_inputs(policy, text, media)
+        return stock_inputs(policy, FAMILY_ROWS[policy.family].by_turn(text), media)
     made = owner.apply_chat_template(
         conversation, tokenize=True, return_dict=True, add_generation_prompt=generate, return_tensors="pt"
     )

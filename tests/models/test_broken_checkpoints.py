@@ -17,8 +17,7 @@ from sensorium.models.weight_files import INDEX
 from sensorium.recipe.schema import ModelSection
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
-
-from .published_layouts import make_published
+from tests.families import make_published
 
 
 @pytest.fixture(scope="module")

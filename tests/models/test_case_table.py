@@ -16,10 +16,11 @@ import torch
 from sensorium.data.made_media import encode_clip
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.decoding import VideoParameters
+from tests.families import FAMILY_ROWS, SENSING
 
 from .clips import heard_clip
 from .stock_pair import Pair, close, row
-from .test_parts import VISION, thread
+from .test_parts import thread
 
 Pairs = Callable[..., Pair]
 CELLS = range(5)
@@ -33,7 +34,7 @@ def film(pair: Pair, draw: Random) -> Media:
     fps, count = draw.choice([4.0, 8.0, 12.5]), draw.randint(6, 20)
     small = np.random.default_rng(seed).integers(0, 255, (count, 4, 4, 3), dtype=np.uint8)
     shown = small.repeat(-(-height // 4), axis=1).repeat(-(-width // 4), axis=2)[:, :height, :width]
-    if pair.policy.family in ("internvl", "llava_onevision"):  # whose stock processor takes videos of one length alone
+    if FAMILY_ROWS[pair.policy.family].one_length:
         return store.put(encode_clip(shown, fps), "video", f"film {seed}", VideoParameters(frames=3))
     asked: dict[str, Any] = draw.choice([{}, {"frames": 4}, {"fps": 4.0, "max_frames": 6}, {"start": 0.2, "frames": 2}])
     return store.put(encode_clip(shown, fps), "video", f"film {seed}", VideoParameters(**asked))
@@ -70,7 +71,7 @@ def told(messages: list[Message]) -> str:
 
 
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", SENSING)
 def test_a_conversation_is_to_the_model_what_stock_code_makes_of_it(pairs: Pairs, family: str, cell: int) -> None:
     pair = pairs(family)
     messages = conversation(pair, Random(f"{family} {cell}"))
@@ -83,7 +84,7 @@ def test_a_conversation_is_to_the_model_what_stock_code_makes_of_it(pairs: Pairs
 
 
 def test_every_kind_order_and_number_of_turns_is_in_the_table(pairs: Pairs) -> None:
-    seen = [told(conversation(pairs(family), Random(f"{family} {cell}"))) for family in VISION for cell in CELLS]
+    seen = [told(conversation(pairs(family), Random(f"{family} {cell}"))) for family in SENSING for cell in CELLS]
     for pattern in ("picture video", "video picture", "video video", "sound video", "video sound", "picture sound"):
         assert any(pattern in line.replace("text ", "") for line in seen), pattern
     assert {line.count("user:") for line in seen} == {1, 2, 3}

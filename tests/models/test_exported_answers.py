@@ -15,9 +15,10 @@ import pytest
 from PIL import Image
 
 import sensorium as sn
+from sensorium.recipe.family_facts import FAMILIES
+from tests.families import FAMILY_ROWS, LAYOUTS
 
-from .published_layouts import LAYOUTS
-from .test_published_layout import CLASSES, exported
+from .test_published_layout import exported
 
 READER = Path(__file__).with_name("export_reader.py")
 IN_VLLM = [
@@ -58,10 +59,9 @@ def test_an_export_answers_elsewhere_as_our_engine_does(reader: str, tmp_path: P
     for name in names:
         place = tmp_path / name.replace(" ", "_")
         policy = exported(name, place)
-        family = LAYOUTS[name].family
-        asked = prompts(place, text_only=family in ("qwen2", "qwen3"))
-        kind = CLASSES.get(family, "AutoModelForImageTextToText")
-        suppress = list(policy.chat.forbidden_ids)
+        family, _ = LAYOUTS[name]
+        asked = prompts(place, text_only=not FAMILIES[family].vision)
+        kind, suppress = FAMILY_ROWS[family].class_4, list(policy.chat.forbidden_ids)
         job.append({"folder": str(place / "out"), "kind": kind, "suppress": suppress, "prompts": asked})
         model = sn.load(str(place / "out"), device="cpu", dtype="float32")
         ours.append([model.chat(blocks(prompt), max_new_tokens=8).tokens for prompt in asked])

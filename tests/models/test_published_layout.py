@@ -22,8 +22,7 @@ from sensorium.models.weight_files import read_weight_file, weight_files
 from sensorium.recipe.load import dump_recipe, load_recipe
 from sensorium.runs.checkpoint_layout import contents_of
 from sensorium.vocabulary.errors import CheckpointError
-
-from .published_layouts import LAYOUTS, make_published
+from tests.families import FAMILY_ROWS, LAYOUTS, make_published
 
 PYTHON_4 = os.environ.get("TRANSFORMERS_4_PYTHON", "")
 
@@ -215,12 +214,6 @@ for line in json.loads(sys.argv[1]):
     torch.save({"tokens": tokens, "logits": logits}, folder + ".pt")
 print(transformers.__version__)
 """
-CLASSES = {
-    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
-    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 @pytest.mark.skipif(not PYTHON_4, reason="TRANSFORMERS_4_PYTHON names no interpreter that has transformers 4.57")
@@ -228,11 +221,10 @@ def test_transformers_4_reads_every_export_and_gives_the_same_logits(tmp_path: P
     import transformers
 
     read: list[list[str]] = []
-    for name, layout in LAYOUTS.items():
+    for name, (family, _) in LAYOUTS.items():
         place = tmp_path / name.replace(" ", "_")
         exported(name, place)
-        kind = CLASSES.get(layout.family, "AutoModelForImageTextToText")
-        read.append([str(place / "out"), kind])
+        read.append([str(place / "out"), FAMILY_ROWS[family].class_4])
     done = subprocess.run(
         [PYTHON_4, "-c", READER, json.dumps(read), str(Path(__file__).parent)], capture_output=True, text=True, check=False
     )

@@ -18,9 +18,7 @@ from sensorium.models.tiny import TAGS, make_tiny, special_tokens
 from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
-
-FEATURES = {"internvl": 20, "smolvlm": 20, "llava_onevision": 88}  # of a picture of 84 x 84: four tiles and a whole view
-VISION = [family for family, kind in FAMILIES.items() if kind.vision]
+from tests.families import FAMILY_ROWS, SEEING, SENSING, stock_class
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_tiny(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", SEEING)
 def test_a_picture_and_a_question_go_through_the_stock_classes(folders: dict[str, Path], family: str) -> None:
     from transformers import AutoProcessor
 
@@ -40,18 +38,18 @@ def test_a_picture_and_a_question_go_through_the_stock_classes(folders: dict[str
     inputs = processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
     )
-    assert int((inputs.input_ids == model.config.image_token_id).sum()) == FEATURES.get(family, 9)
+    assert int((inputs.input_ids == model.config.image_token_id).sum()) == FAMILY_ROWS[family].picture_tokens
     logits = model(**inputs).logits.detach()
     assert logits.shape[-1] >= len(processor.tokenizer)
     assert logits.isfinite().all()
     assert float(logits.std()) > 0.1
 
 
-@pytest.mark.parametrize("family", VISION)
-def test_vision_models_have_half_a_million_parameters_and_heads_wide_enough_for_vllm(
+@pytest.mark.parametrize("family", SENSING)
+def test_models_with_towers_have_half_a_million_parameters_and_heads_wide_enough_for_vllm(
     folders: dict[str, Path], family: str
 ) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(folders[family])
+    model = stock_class(family).from_pretrained(folders[family])
     assert 4e5 < sum(p.numel() for p in model.parameters()) < 9e5
     text = model.config.text_config
     assert getattr(text, "head_dim", text.hidden_size // text.num_attention_heads) >= 32

@@ -13,14 +13,11 @@ from sensorium.engines.protocol import Sampling
 from sensorium.learner.learner import CreditedEpisode
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary import Episode, Status, Thread, Turn, user
 from tests.engines.conftest import ask, generate
+from tests.families import FAMILY_ROWS, SENSING
 from tests.learner.played import make_learner
 
-QWEN = ("<|object_ref_start|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>")
-BOXES = {"internvl": ("<ref>", "</ref>", "<box>", "</box>", "<quad>")}
-BOXES |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"), QWEN)
 CALL = ("<tool_call>", "</tool_call>", "<think>")
 
 
@@ -28,19 +25,19 @@ def with_marks(family: str, folder: Path, *, special: bool) -> Path:
     """A tiny checkpoint whose tokenizer has the marks; those of calls are special or, as in Qwen's, are not."""
     make_tiny(family, folder, vocab_size=640)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in BOXES.get(family, ())])
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in FAMILY_ROWS[family].boxes])
     tokenizer.add_tokens([AddedToken(name, special=special, normalized=False) for name in CALL])
     tokenizer.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("family", [family for family, kind in FAMILIES.items() if kind.vision])
+@pytest.mark.parametrize("family", SENSING)
 def test_marks_that_a_checkpoint_needs_are_sampled_read_given_and_trained(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = with_marks(family, tmp_path / family, special=family == "internvl")
     policy = load_policy(str(folder), store=MediaStore(), device="cpu")
-    names = (*BOXES.get(family, ()), *CALL)
+    names = (*FAMILY_ROWS[family].boxes, *CALL)
     ids = policy.chat.tokenizer.convert_tokens_to_ids(list(names))
     assert not set(ids) & set(policy.chat.forbidden_ids)
 

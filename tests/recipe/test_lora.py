@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.recipe import parse_recipe
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.plan import estimate_memory, make_plan
 from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.shape import ends_in, linears_by_config, read_shape
@@ -39,20 +40,7 @@ def test_sound_adapters_pass() -> None:
         parse_recipe(GOOD, "trial.yaml", ["model.lora.dropout=0.1"])
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen2_5_omni",
-        "qwen3_omni_moe",
-        "internvl",
-        "smolvlm",
-        "llava_onevision",
-        "qwen2",
-        "qwen3",
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "modules", [(), ("q_proj", "down_proj", "qkv", "mlp.2", "linear_fc2", "attn.v", "fc1", "audio_tower.proj")]
 )
@@ -62,15 +50,14 @@ def test_adapters_are_counted_from_files_and_config_as_they_are_made(
     path = checkpoint(tmp_path, family)
     import json
 
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
     from sensorium.models.lora import linear_layers
     from sensorium.recipe.names import resolve
 
     config = json.loads((path / "config.json").read_text())
     groups = resolve("family", family).groups
-    loader = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
-    model = loader.from_pretrained(path)
+    model = getattr(transformers, FAMILIES[family].model_class).from_pretrained(path)
     shape = read_shape(str(path))
     assert shape is not None
     for group, layers in linear_layers(model, groups).items():

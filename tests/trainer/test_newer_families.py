@@ -13,7 +13,7 @@ from sensorium.models.weight_files import weight_files
 from sensorium.recipe.load import load_recipe, parse_recipe
 from sensorium.runs.metrics import read_metrics, repeatable
 from sensorium.trainer.run import train
-from tests.models.published_layouts import make_published
+from tests.families import make_published
 from tests.recipes import quick
 
 NEWER = ["InternVL3-8B-hf", "LLaVA-OneVision-7B", "SmolVLM2-2.2B", "Qwen3-Omni-30B-A3B"]

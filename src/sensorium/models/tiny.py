@@ -122,7 +122,7 @@ def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Pat
 def _model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int, overrides: dict[str, Any]) -> Any:
     library: Any = import_module("transformers")
     kind = FAMILIES[family]
-    tie = overrides.pop("tie_word_embeddings", True)
+    tie = overrides.pop("tie_word_embeddings", True) and kind.more.get("tie_word_embeddings", True)
     ends = {"eos_token_id": _id(tokenizer, kind.closing), "pad_token_id": _id(tokenizer, "<|endoftext|>"),
             "bos_token_id": None}  # fmt: skip
     text = kind.text | {"vocab_size": -(-len(tokenizer) // 64) * 64}
@@ -170,7 +170,7 @@ def _config(
         if kind.audio:
             made["audio_config"]["output_dim"] = made["text_config"]["hidden_size"]
     ids = {key: _id(tokenizer, token) for key, token in kind.token_keys.items()}
-    return config_class(**made, **kind.more, **ids, tie_word_embeddings=tie)
+    return config_class(**{"tie_word_embeddings": tie} | made | kind.more | ids)
 
 
 def _given(family: str, sizes: Sizes, config_class: Any, overrides: Sizes) -> Sizes:

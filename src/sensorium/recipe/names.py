@@ -238,6 +238,7 @@ NAMES: dict[str, dict[str, str]] = {
     "family": {
         "internvl": "sensorium.models.families.internvl:InternVL",
         "llava_onevision": "sensorium.models.families.llava_onevision:LlavaOnevision",
+        "qwen2_audio": "sensorium.models.families.qwen2_audio:Qwen2Audio",
         "qwen2_5_omni": "sensorium.models.families.qwen2_5_omni:Qwen25Omni",
         "qwen2_5_vl": "sensorium.models.families.qwen2_5_vl:Qwen25VL",
         "qwen3_omni_moe": "sensorium.models.families.qwen3_omni:Qwen3Omni",

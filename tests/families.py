@@ -1,29 +1,34 @@
-"""Tiny look-alikes of published checkpoints: their weight names and shapes, shards, dtypes, configs and side files.
+"""The table of families for the tests: what each needs of them, and tiny look-alikes of its published checkpoints.
 
-Each is made of a tiny model as transformers 5 saves it, rewritten by hand to what releases of transformers 4 wrote.
+A new family gets one row of ``FAMILY_ROWS``; every test that runs over families takes them from there, or from the facts of
+the families. A look-alike has the weight names and shapes, shards, dtypes, config and side files of a published checkpoint:
+a tiny model as transformers 5 saves it, rewritten by hand to what releases of transformers 4 wrote.
 """
 
+import itertools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import sensorium.models.torchvision_fix  # noqa: F401
 from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 
 SHARD_BYTES = 300_000
 
 
 @dataclass(frozen=True)
 class Published:
-    """A layout: the family's tiny model, how its weights and config are rewritten, and what else is in the folder."""
+    """A layout: how the weights and the config of the family's tiny model are rewritten, and what else is in the folder."""
 
-    family: str
     weights: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     config: Callable[[dict[str, Any]], dict[str, Any]]
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -135,34 +140,135 @@ def omni3_config(config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def numbered_by_turn(text: str) -> str:
+    """Qwen2-Audio's template counts the sounds of a conversation; those of a message that is rendered alone begin at 1."""
+    turns = []
+    for turn in text.split("<|im_start|>"):
+        numbers = itertools.count(1)
+        turns.append(re.sub(r"Audio \d+: (?=<\|audio_bos)", lambda _, of=numbers: f"Audio {next(of)}: ", turn))
+    return "<|im_start|>".join(turns)
+
+
 UNTIED = {"tie_word_embeddings": False}
 OBLONG = {"moe_intermediate_size": 48}  # experts that are not square show their orientation
-LAYOUTS = {
-    "Qwen2.5-VL-3B": Published("qwen2_5_vl", flat_prefixes, flat_config),
-    "Qwen2.5-VL-7B": Published("qwen2_5_vl", flat_prefixes, flat_config, UNTIED),
-    "Qwen2.5-VL nested": Published("qwen2_5_vl", nested_prefixes, text_config, UNTIED, torch.float32, sharded=False),
-    "Qwen3-VL-2B": Published("qwen3_vl", same, text_config),
-    "Qwen3-VL-8B": Published("qwen3_vl", same, text_config, UNTIED, sharded=False),
-    "Qwen3-VL-30B-A3B": Published("qwen3_vl_moe", experts_turned, text_config, UNTIED | OBLONG),
-    "Qwen2.5-Omni-7B": Published("qwen2_5_omni", whole_omni, omni_config, UNTIED),
-    "Qwen3-Omni-30B-A3B": Published("qwen3_omni_moe", whole_omni3, omni3_config, UNTIED | OBLONG),
-    "InternVL3-8B-hf": Published("internvl", same, text_config, UNTIED),
-    "SmolVLM2-2.2B": Published("smolvlm", same, text_config, UNTIED),
-    "LLaVA-OneVision-7B": Published("llava_onevision", siglip_nested, text_config, UNTIED),
-    "Qwen2.5-0.5B": Published("qwen2", head_written_out, text_config, sharded=False),
-    "Qwen3-0.6B": Published("qwen3", same, text_config),
+QWEN_BOXES = ("<|object_ref_start|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>")
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """What tests know of a family beside its facts. Most is about the stock classes, which tests hold the family to.
+
+    ``layouts``: its published checkpoints. ``class_4``: of transformers 4, which reads its exports. ``boxes``: marks that
+    its models write. ``picture_tokens``: of a picture of 84 x 84; ``sound_tokens``: of sounds of 0.03, 2, 2.01 and 5.1 s.
+    ``gap``: the text that its processor expects before a video. ``one_length``: whether its stock processor or model takes
+    videos of one length only. ``shortest_s``: sounds that are shorter depend on the batch in the stock model; ``heard_s``:
+    videos with sound of another length have positions with fractions there. ``unused``: parameters that the stock model
+    computes nothing with; ``fixed``: those that it would train though its class freezes them. ``tied``: whether the
+    learner's gradients are compared with a tied head. ``by_turn`` rewrites a conversation that the stock template has
+    rendered as a whole to what it renders turn by turn.
+    """
+
+    layouts: Mapping[str, Published]
+    class_4: str = "AutoModelForImageTextToText"
+    boxes: tuple[str, ...] = ()
+    picture_tokens: int = 9
+    sound_tokens: tuple[int, ...] = ()
+    gap: str = "\n"
+    one_length: Literal["", "processor", "model"] = ""
+    shortest_s: float = 0.0
+    heard_s: float | None = None
+    unused: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    tied: bool = False
+    by_turn: Callable[[str], str] = str
+
+
+FAMILY_ROWS = {
+    "internvl": FamilyRow(
+        {"InternVL3-8B-hf": Published(same, text_config, UNTIED)},
+        boxes=("<ref>", "</ref>", "<box>", "</box>", "<quad>"),
+        picture_tokens=20,
+        one_length="processor",
+        tied=True,
+    ),
+    "llava_onevision": FamilyRow(
+        {"LLaVA-OneVision-7B": Published(siglip_nested, text_config, UNTIED)},
+        picture_tokens=88,
+        one_length="model",
+        unused=("vision_tower.post_layernorm.weight", "vision_tower.post_layernorm.bias"),
+    ),
+    "qwen2_audio": FamilyRow(
+        {"Qwen2-Audio-7B": Published(same, text_config, UNTIED)},
+        "Qwen2AudioForConditionalGeneration",
+        sound_tokens=(1, 50, 50, 127),
+        fixed=("model.audio_tower.embed_positions.weight",),
+        by_turn=numbered_by_turn,
+    ),
+    "qwen2_5_omni": FamilyRow(
+        {"Qwen2.5-Omni-7B": Published(whole_omni, omni_config, UNTIED)},
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        sound_tokens=(1, 50, 50, 127),
+        unused=("audio_bos_eos_token.weight",),
+    ),
+    "qwen2_5_vl": FamilyRow(
+        {
+            "Qwen2.5-VL-3B": Published(flat_prefixes, flat_config),
+            "Qwen2.5-VL-7B": Published(flat_prefixes, flat_config, UNTIED),
+            "Qwen2.5-VL nested": Published(nested_prefixes, text_config, UNTIED, torch.float32, sharded=False),
+        },
+        boxes=QWEN_BOXES,
+        tied=True,
+    ),
+    "qwen3_omni_moe": FamilyRow(
+        {"Qwen3-Omni-30B-A3B": Published(whole_omni3, omni3_config, UNTIED | OBLONG)},
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        boxes=QWEN_BOXES,
+        sound_tokens=(1, 26, 27, 67),
+        shortest_s=1.0,
+        heard_s=3.0,
+    ),
+    "qwen3_vl": FamilyRow(
+        {
+            "Qwen3-VL-2B": Published(same, text_config),
+            "Qwen3-VL-8B": Published(same, text_config, UNTIED, sharded=False),
+        },
+        boxes=QWEN_BOXES,
+    ),
+    "qwen3_vl_moe": FamilyRow(
+        {"Qwen3-VL-30B-A3B": Published(experts_turned, text_config, UNTIED | OBLONG)}, boxes=QWEN_BOXES, tied=True
+    ),
+    "smolvlm": FamilyRow({"SmolVLM2-2.2B": Published(same, text_config, UNTIED)}, picture_tokens=20, gap=" ", tied=True),
+    "qwen2": FamilyRow({"Qwen2.5-0.5B": Published(head_written_out, text_config, sharded=False)}, "Qwen2ForCausalLM"),
+    "qwen3": FamilyRow({"Qwen3-0.6B": Published(same, text_config)}, "Qwen3ForCausalLM"),
 }
+LAYOUTS = {name: (family, layout) for family, row in FAMILY_ROWS.items() for name, layout in row.layouts.items()}
+UNUSED = tuple(ending for row in FAMILY_ROWS.values() for ending in row.unused)
+SEEING = [family for family, facts in FAMILIES.items() if facts.vision]
+HEARING = [family for family, facts in FAMILIES.items() if facts.audio]
+SENSING = [family for family, facts in FAMILIES.items() if facts.has_towers]
+
+
+def stock_class(family: str) -> Any:
+    """transformers' own class of a family's models."""
+    return getattr(transformers, FAMILIES[family].model_class)
+
+
+def wide_weights(family: str, scale: float, *parts: str) -> dict[str, float]:
+    """Overrides of a tiny model that give its parts ("", "vision", "audio") first weights of this scale, where they can."""
+    facts = FAMILIES[family]
+    sizes = {"": facts.text, "vision": facts.vision, "audio": facts.audio}
+    return {f"{part}_initializer_range".lstrip("_"): scale for part in parts if "initializer_range" in sizes[part]}
 
 
 def make_published(name: str, folder: Path) -> Path:
     """Write the look-alike of a published checkpoint."""
-    layout = LAYOUTS[name]
-    return publish(name, make_tiny(layout.family, folder / "v5", **layout.overrides), folder / "published")
+    family, layout = LAYOUTS[name]
+    return publish(name, make_tiny(family, folder / "v5", **layout.overrides), folder / "published")
 
 
 def publish(name: str, made: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write a checkpoint that transformers 5 saved in the layout of a published one."""
-    layout = LAYOUTS[name]
+    family, layout = LAYOUTS[name]
     target.mkdir()
     weights = {
         key: tensor.to(layout.dtype) for key, tensor in layout.weights(load_file(made / "model.safetensors")).items()
@@ -173,7 +279,7 @@ def publish(name: str, made: Path, target: Path, shard_bytes: int = SHARD_BYTES)
     generation = json.loads((made / "generation_config.json").read_text())
     _write(target / "generation_config.json", generation | {"transformers_version": "4.57.1", "repetition_penalty": 1.05})
     _side_files(made, target)
-    if layout.family == "qwen2_5_omni":
+    if family == "qwen2_5_omni":
         torch.save({"Chelsie": torch.zeros(3)}, target / "spk_dict.pt")
     (target / "LICENSE").write_text("a licence\n")
     (target / "README.md").write_text("a card of another model\n")
@@ -224,9 +330,10 @@ def _side_files(made: Path, target: Path) -> None:
         return
     _write(target / "chat_template.json", {"chat_template": template})
     parts = json.loads((made / "processor_config.json").read_text())
-    seen = parts["image_processor"] | parts.get("feature_extractor", {})
+    seen = parts.get("image_processor", {}) | parts.get("feature_extractor", {})
     _write(target / "preprocessor_config.json", seen | {"processor_class": parts["processor_class"]})
-    _write(target / "video_preprocessor_config.json", parts["video_processor"])
+    if "video_processor" in parts:
+        _write(target / "video_preprocessor_config.json", parts["video_processor"])
     own = {key: value for key, value in parts.items() if not isinstance(value, dict)}
     if len(own) > 1:  # more than the class
         _write(target / "processor_config.json", own)
