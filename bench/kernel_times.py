@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from workload import Workload
 
+from sensorium.kernels.layer_ops import column_sums
 from sensorium.runs.metrics import read_metrics
 
 Phase = Literal["rollout", "update", "both"]
@@ -42,6 +43,7 @@ CLEAR = 1.08
 PAIRS_BETWEEN = 4
 """Pairs of operations between two measurements with all kernels on."""
 ENGINE, MODELS, LEARNER = "sensorium.engines.native.", "sensorium.models.", "sensorium.learner."
+KERNELS = "sensorium.kernels."
 
 
 @dataclass(frozen=True)
@@ -136,11 +138,6 @@ def plain_gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor, again: bool
     return gate_gradient, gradient * opened_gate, opened_gate * up if again else gate_gradient
 
 
-def plain_column_sums(x_NW: Tensor) -> Tensor:
-    """``layer_kernels.column_sums``."""
-    return x_NW.sum(0, dtype=torch.float32).to(x_NW.dtype)
-
-
 def _turned(x: Tensor, back: bool = False) -> Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((second, -first) if back else (-second, first), -1)
@@ -188,16 +185,7 @@ def plain_gate_pair_gradients(both: Tensor, given: Tensor) -> tuple[Tensor, Tens
     gate, up = both.chunk(2, -1)
     gate_gradient, up_gradient, inner = plain_gate_gradients(gate, up, given, again=True)
     gradient = torch.cat((gate_gradient, up_gradient), -1)
-    return gradient, plain_column_sums(gradient), inner
-
-
-def plain_merge(_: Any, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None:
-    """``TorchFlash.merge``."""
-    own = lse[:, start : start + len(out)]
-    total = torch.logaddexp(own, more_lse)
-    share = (more_lse - total).exp().T[..., None]
-    out.copy_(torch.lerp(out.float(), more.float(), share))
-    own.copy_(total)
+    return gradient, column_sums(gradient), inner
 
 
 def plain_head(scorer: Any, *given: Any) -> Any:
@@ -281,14 +269,12 @@ def operations() -> list[Operation]:
     gates = {"gated": plain_gated, "gated_finely": plain_gated_finely, "gate_gradients": plain_gate_gradients}
     rotation = {"split_rotated": plain_split_rotated, "joined_gradients": plain_joined_gradients}
     pairs = {"gated_pair": plain_gated_pair, "gate_pair_gradients": plain_gate_pair_gradients}
-    layer, tower = MODELS + "layer_kernels:", MODELS + "tower_products:"
+    layer, tower = KERNELS + "layer_triton:", MODELS + "tower_products:"
 
     def of(where: str, several: dict[str, Any]) -> dict[str, Any]:
         return {where + name: plain for name, plain in several.items()}
 
     return [
-        Operation("decode: half layers in one launch (half_layer.cu)", "rollout",
-                  {ENGINE + "half_layers:HalfLayers.run": lambda *_, **__: None}, "W3"),
         Operation("decode: attention in one launch (row_attention.cu)", "rollout",
                   {ENGINE + "row_attention:RowAttention.pays": never}, "W1 W2 W3"),
         Operation("decode: products (product_kernels)", "rollout", {ENGINE + "decode_kernels:fits": never}, "W1 W3"),
@@ -299,29 +285,22 @@ def operations() -> list[Operation]:
         Operation("decode: placing keys and values (_place)", "rollout", {
             ops + "_placed": plain_placed, ENGINE + "row_attention:RowAttention.pays": never}, "W1"),
         Operation("decode: sampler (sampler_kernels)", "rollout", {ops + "draw": TorchOps.draw}, "W1"),
-        Operation("decode: launches ahead (launch_ahead)", "rollout", {ENGINE + "launch_ahead:_possible": never}, "W1"),
-        Operation("decode: beginning (begin_kernels)", "rollout", {ops + "begin": TorchOps.begin}, "W1"),
-        Operation("pages: writing, copying (attention_kernels)", "rollout", {ENGINE + "pages:find_spec": lambda _: None}),
+        Operation("decode: launches ahead (launch_ahead)", "rollout", {
+            KERNELS + "attention_triton:_possible": never}, "W1"),
+        Operation("pages: writing, copying (attention_kernels)", "rollout", {
+            ENGINE + "key_values:find_spec": lambda _: None}),
         Operation("update: head (head_kernels)", "update", {LEARNER + "forward:LogprobScorer._head": plain_head}, "W1"),
-        Operation("update: AdamW (adam_kernels)", "update", {LEARNER + "adam:_fits_kernel": never}, "W1"),
-        Operation("update: sums of gradients (adam_kernels)", "update", {
-            LEARNER + "adam:_added": lambda total, gradient: total.add_(gradient)}, "W1"),
-        Operation("update: merging attention (merge_kernels)", "update", {
-            LEARNER + "tree_levels:TorchFlash.merge": plain_merge}),
+        Operation("update: AdamW (adam_kernels)", "update", {LEARNER + "optimizer:_fits_kernel": never}, "W1"),
         Operation("update: cuDNN for long blocks (block_attention)", "update", {
-            LEARNER + "tree_levels:TorchFlash.leaves_to_cudnn": never}, "W2"),
-        Operation("update: column sums of layers (layer_kernels)", "update", {layer + "column_sums": plain_column_sums}),
+            LEARNER + "tree_attention:TorchFlash.leaves_to_cudnn": never}, "W2"),
         Operation("layers: norms (layer_kernels)", "both", of(layer, norms)),
         Operation("layers: gates (layer_kernels)", "both", of(layer, gates)),
         Operation("layers: rotation (qkv_kernels)", "both", of(layer, rotation)),
         Operation("tower: blocks as one function (tower_products)", "both", {}, towers=(True, False)),
         Operation("tower: all", "both", {}, towers=(False, False)),
-        Operation("tower: windows (window_kernels)", "both", {tower + "LONGEST": 0}, "W2"),
         Operation("tower: norms (layer_kernels)", "both", of(tower, norms), "W2"),
         Operation("tower: gates (gate_kernels)", "both", of(tower, pairs), "W2"),
         Operation("tower: rotation (tower_kernels)", "both", {tower + "rotate_into": plain_rotate_into}, "W2"),
-        Operation("tower: column sums (layer_kernels)", "both", {tower + "column_sums": plain_column_sums}, "W2"),
-        Operation("attention: bfloat16 to float16 (cast_kernels)", "both", {MODELS + "attention:_kernel_casts": never}),
         Operation("layers: all (fused, fused_products, layer_kernels)", "both", {
             MODELS + "policy:Policy._stack": stock_stack}, "W1"),
     ]  # fmt: skip
@@ -370,12 +349,9 @@ class Bench:
 
     def _captures_again(self, off: list[str]) -> bool:
         """Have decode steps captured again where other operations are off than before."""
-        from sensorium.engines.native import half_layers
-
         if off == self._captured:
             return False
         self._captured = off
-        half_layers._ALONE.clear()  # those of the steps before are gone, also where the collector does not look
         self._trainer.session.engine._writer._runner._reset()
         gc.collect()
         torch.cuda.empty_cache()
@@ -409,6 +385,7 @@ def row_of(operation: Operation, off: Measured, on: Measured) -> dict[str, Any]:
         "on_s": round(whole, 3),
         "off_s": round(slower, 3),
         "ratio": round(slower / whole, 3),
+        "ratio_of_step": round((on.step + slower - whole) / on.step, 3),
         "steps_off_s": off.steps,
     }
 

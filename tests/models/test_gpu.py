@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from sensorium.data.media_store import MediaStore
-from sensorium.models.attention import MaskedAttention, as_kind, causal_attention, masked_attention
+from sensorium.models.attention import MaskedAttention, causal_attention, masked_attention
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.family_facts import FAMILIES
@@ -66,16 +66,3 @@ def test_causal_attention_on_the_gpu_is_masked_attention() -> None:
     mask = torch.ones(50, 50, dtype=torch.bool, device="cuda").tril()[None, None]
     expected = masked_attention(query.float(), key.float(), value.float(), 0.1, mask)
     assert float((causal_attention(query, key, value, 0.1) - expected).abs().max()) <= 0.01 * float(expected.abs().max())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("count", [0, 1, 4096, 3 * 4096 + 5])
-def test_numbers_in_another_kind_are_those_that_torch_gives(count: int) -> None:
-    values = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 3e4
-    values[: count // 2] *= 1e-9
-    for kind, other in ((torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        given = values.to("cuda", kind)
-        assert as_kind(given, other).equal(given.to(other))
-        assert as_kind(given, kind) is given
-    crossed = torch.randn(5, 7, device="cuda").bfloat16().T
-    assert as_kind(crossed, torch.float16).equal(crossed.half())

@@ -1,7 +1,6 @@
 """The dry run's numbers are those of the recipe and of the checkpoint on disk."""
 
 import json
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from sensorium.recipe.plan import (
     given_recomputation,
     least_recomputation,
     make_plan,
-    without_large_copies,
 )
 from sensorium.recipe.schema import LoraSection, Recipe
-from sensorium.recipe.shape import ModelShape, count_parameters, read_shape
+from sensorium.recipe.shape import count_parameters, read_shape
 from sensorium.vocabulary import EnvironmentSpec, Media, Task, user
 
 
@@ -153,33 +151,6 @@ def test_memory_follows_what_is_trained_and_how(tmp_path: Path) -> None:
     assert fewer["keys and values"] < plain["keys and values"]
     in_rows = estimate_memory(recipe(path, rollout={"engine": {"name": "native", "options": {"max_rows": 8}}}), shape)
     assert in_rows == fewer, "others wait for a row"
-
-
-def test_a_second_copy_of_large_layers_is_counted_where_the_engine_makes_one(tmp_path: Path) -> None:
-    path = str(checkpoint(tmp_path, "qwen3_vl"))
-    small = read_shape(path)
-    assert small is not None
-    layer = 2048 * (2 * 2048 + 2 * 256 + 3 * 11008)
-    large = replace(
-        small, layers=36, hidden=2048, queries=2048, key_values=256, mlp=11008, vocabulary=151936,
-        parameters={**small.parameters, "language": 36 * layer + 151936 * 2048},
-    )  # fmt: skip
-    experts = replace(large, parameters={**large.parameters, "language": 40 * 36 * layer})
-    half = {"path": path, "dtype": "bfloat16"}
-
-    def packed(shape: ModelShape, **sections: Any) -> int | None:
-        return estimate_memory(recipe(path, **{"model": half, **sections}), shape).get("weights in 12 bits")
-
-    assert packed(large) == 36 * layer * 3 // 2
-    assert packed(small) is None
-    assert packed(experts) is None
-    assert packed(large, model={"path": path}) is None  # float32
-    assert packed(large, model={**half, "precision": "matched"}) is None
-    assert packed(large, model={**half, "lora": {"rank": 4}}) is None
-    assert packed(large, model={**half, "device": "cpu"}) is None
-    assert "weights in 12 bits" in without_large_copies({"weights in 12 bits": 5 << 30}, 80 << 30)
-    assert not without_large_copies({"weights in 12 bits": 6 << 30}, 80 << 30)
-    assert packed(large, rollout={"engine": {"name": "native", "options": {"compile": False}}}) is None
 
 
 def test_a_schedule_that_gives_up_repetition_says_so() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from sensorium.models.load import find_device
 from sensorium.models.weight_files import free_memory
-from sensorium.recipe.plan import TOWER, Plan, learners_memory, least_recomputation, lowering_settings, without_large_copies
+from sensorium.recipe.plan import TOWER, Plan, learners_memory, least_recomputation, lowering_settings
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import is_ours
 from sensorium.vocabulary.errors import MemoryExhausted, ModelError
@@ -87,7 +87,7 @@ def _forecast(recipe: Recipe, plan: Plan, device: torch.device) -> int:
     memory = torch.cuda.get_device_properties(device).total_memory
     if recipe.model.gradient_checkpointing == "auto" and plan.model is not None:
         return least_recomputation(recipe, plan.model, memory).forecast
-    return sum(without_large_copies(plan.memory, memory).values())
+    return sum(plan.memory.values())
 
 
 def _memory_there(device: torch.device) -> int | None:

@@ -64,10 +64,9 @@ class WriterOptions(TypedDict, total=False):
     (default: what the model allows). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between
     turns (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``record`` lets decoding run
     from recordings where they pay (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
-    graphs (see ``graphs``). ``compile``, on a GPU: lets steps attend in one launch (see ``row_attention``) and, of few
-    rows, read a second copy of the weights, in 12 bits (see ``half_layers``), if ``record`` is true as well; the last
-    bits differ. ``kv`` says how keys and values are held: a block of rows (on the CPU), or pages with steps launched
-    ahead (on a GPU).
+    graphs (see ``graphs``). ``compile``, on a GPU: lets steps of few rows attend in one launch (see ``row_attention``), if
+    ``record`` is true as well; the last bits differ. ``kv`` says how keys and values are held: a block of rows (on the
+    CPU), or pages with steps launched ahead (on a GPU).
     """
 
     max_rows: int

@@ -10,22 +10,19 @@ from sensorium.forecast.machine import Kind
 from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
 from sensorium.recipe.plan import (
     BYTES,
-    PACKED,
     SHARE,
     WAYS,
     Way,
     cached_tokens,
     estimate_memory,
-    packed_bytes,
     trained_parameters,
     vllm_share,
-    without_large_copies,
 )
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
 GATHERED_LAYERS = 2  # the one at work and the next, which is fetched meanwhile
-ENGINES = ("keys and values", PACKED)
+ENGINES = ("keys and values",)
 OFFLOADED = ("weights", "gradients", "optimizer moments", "remainders of fp32 masters")
 
 
@@ -58,9 +55,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, g
     if recipe.rollout.engine.name == "vllm":
         return GpuMemory({"weights": weights, "keys and values": max(0, round(vllm_share(recipe) * kind.memory) - weights)})
     cached = -(-cached_tokens(recipe, engines) // engines) * 2 * shape.layers * shape.key_values * size
-    packed = packed_bytes(recipe, shape) if gpus == 1 else 0
-    uses = {"weights": weights, "keys and values": cached // gpus} | ({PACKED: packed} if packed else {})
-    return GpuMemory(without_large_copies(uses, kind.memory))
+    return GpuMemory({"weights": weights, "keys and values": cached // gpus})
 
 
 def fitting_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> tuple[Recipe, GpuMemory]:
@@ -76,7 +71,7 @@ def fitting_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *,
 
 def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> GpuMemory:
     """A rank of the learner, of one or of several; ``samples``: the engine is on its GPU too."""
-    whole = without_large_copies(estimate_memory(recipe, shape), kind.memory)
+    whole = estimate_memory(recipe, shape)
     vllm = {"vLLM": round(vllm_share(recipe) * kind.memory)} if samples and recipe.rollout.engine.name == "vllm" else {}
     if ranks == 1:
         return GpuMemory({use: amount for use, amount in whole.items() if samples or use not in ENGINES} | vllm)

@@ -12,11 +12,21 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from ctypes import POINTER, Structure, addressof, byref, c_char, c_int, c_size_t, c_uint, c_void_p, create_string_buffer
-from enum import Flag, auto
+from ctypes import (
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_char,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_void_p,
+    create_string_buffer,
+    pointer,
+)
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -30,8 +40,7 @@ from sensorium.kernels.compile_time import compiling
 SOURCES = Path(__file__).parent / "cuda"
 DIGEST_BYTES = hashlib.sha256().digest_size
 EXPLAINED = 300  # characters of what the compiler says
-# The driver's numbers of attributes: of a function, of a device, and two of a launch.
-MAX_SHARED_BYTES, SHARED_BYTES, COOPERATIVE, AHEAD = 8, 97, 2, 6
+MAX_SHARED_BYTES, AHEAD = 8, 6  # attributes in the driver's numbering: of a function, of a launch
 
 
 class NoDeviceCode(Exception):
@@ -76,41 +85,16 @@ class DeviceCode:
         return function
 
 
-class Start(Flag):
-    """How a kernel is launched.
+def launch(kernel: c_void_p, blocks: int, threads: int, given: Structure, shared_bytes: int = 0) -> None:
+    """Launch a kernel that takes one structure, on torch's current stream, while the kernel before it ends.
 
-    ``AHEAD``: while the kernel before it ends; it waits for that one itself. ``TOGETHER``: not before all of its blocks
-    can run at the same time.
+    The kernel itself waits for that one before it reads anything.
     """
-
-    PLAIN = 0
-    AHEAD = auto()
-    TOGETHER = auto()
-
-
-def launch(
-    kernel: c_void_p, blocks: int, threads: int, given: Structure, shared_bytes: int = 0, start: Start = Start.PLAIN
-) -> None:
-    """Launch a kernel that takes one structure, on torch's current stream."""
-    kinds = [kind for flag, kind in ((Start.AHEAD, AHEAD), (Start.TOGETHER, COOPERATIVE)) if flag in start]
-    attributes = (_Attribute * len(kinds))(*(_Attribute(kind, 0, 1) for kind in kinds))
-    stream = torch.cuda.current_stream().cuda_stream
-    told = _Launch(blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attributes, len(kinds))
-    _call("cuLaunchKernelEx", byref(told), kernel, (c_void_p * 1)(addressof(given)), None)
-
-
-def compile_ahead(source: str, numbers: Sequence[Mapping[str, int]]) -> None:
-    """Compile a source for each of these numbers that the cache has not, side by side: ``DeviceCode`` then finds them."""
-    architecture = _architecture()
-    with compiling(), ThreadPoolExecutor(max_workers=min(len(numbers), os.cpu_count() or 1)) as threads:
-        list(threads.map(lambda each: _compiled(SOURCES / source, tuple(sorted(each.items())), architecture), numbers))
-
-
-def shared_bytes() -> int:
-    """Shared memory that a block of the current device may have."""
-    found = c_int()
-    _call("cuDeviceGetAttribute", byref(found), c_int(SHARED_BYTES), c_int(torch.cuda.current_device()))
-    return found.value
+    ahead = _Attribute(AHEAD, 0, 1)
+    settings = _Launch(
+        blocks, 1, 1, threads, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream, pointer(ahead), 1
+    )
+    _call("cuLaunchKernelEx", byref(settings), kernel, (c_void_p * 1)(addressof(given)), None)
 
 
 def _architecture() -> str:

@@ -58,9 +58,6 @@ class LayerOps(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of gate and up, and where asked for ``again`` what ``gated`` gives (else the last is unspecified)."""
 
-    def column_sums(self, x_NW: Tensor, /) -> Tensor:
-        """Sums over rows, in their kind: a bias' gradient."""
-
     def split_rotated(
         self, joined_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: int, /
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,6 +143,11 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return ops_of(gate).gate_gradients(gate, up, gradients[0].contiguous())[:2]
+
+
+def column_sums(x_NW: Tensor) -> Tensor:
+    """Sums over rows in float32, rounded to their dtype: the gradient of a bias."""
+    return x_NW.sum(0, dtype=torch.float32).to(x_NW.dtype)
 
 
 def wide_product(x: Tensor, weight_NK: Tensor) -> Tensor:

@@ -169,7 +169,6 @@ def _gate_pair_gradients(both, given, gradient, inner, sums, rows, size, each, R
 # weight's kind. Axes: N rows, W width, D head size.
 
 
-SUM_ROWS, SUM_COLUMNS, SUM_PROGRAMS = 32, 128, 1056
 NORM_PROGRAMS = 528  # programs of a norm's backward: each sums the weight's gradient over its rows
 
 
@@ -252,17 +251,6 @@ def norm_gradients(
     return NormGradients(out, second, sums_PW.sum(0).to(weight_W.dtype), result)
 
 
-def column_sums(x_NW: Tensor) -> Tensor:
-    """Sums over the rows of contiguous x, in its kind: a bias' gradient. Torch's own reach a fifth of the bandwidth."""
-    rows, width = x_NW.shape
-    tiles = triton.cdiv(width, SUM_COLUMNS)
-    chunks = max(1, min(triton.cdiv(rows, 2 * SUM_ROWS), SUM_PROGRAMS // tiles))
-    sums_CW = torch.empty(chunks, width, dtype=torch.float32, device=x_NW.device)
-    each = triton.cdiv(triton.cdiv(rows, chunks), SUM_ROWS) * SUM_ROWS
-    _column_sums[(tiles, chunks)](x_NW, sums_CW, rows, width, each, R=SUM_ROWS, C=SUM_COLUMNS, num_warps=4)
-    return sums_CW.sum(0).to(x_NW.dtype)
-
-
 def rotated(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, back: bool) -> Tensor:
     """Heads rotated by their token's angles, or a gradient of that ``back``."""
     x_BTHD = x_BTHD.contiguous()
@@ -321,20 +309,6 @@ def _norm_gradient(
         if TWICE:
             tl.store(narrow + row * width + place, found.to(narrow.dtype.element_ty), mask=inside)
     tl.store(sums + program.to(tl.int64) * width + place, summed, mask=inside)
-
-
-@triton.jit
-def _column_sums(x, sums, rows, width, each, R: tl.constexpr, C: tl.constexpr):
-    column = tl.program_id(0) * C + tl.arange(0, C)
-    chunk = tl.program_id(1)
-    inside = column < width
-    r = tl.arange(0, R)
-    summed = tl.zeros((R, C), tl.float32)
-    for begin in range(chunk * each, tl.minimum(chunk * each + each, rows), R):
-        row = (begin + r).to(tl.int64)
-        taken = (row < rows)[:, None] & inside[None, :]
-        summed += tl.load(x + row[:, None] * width + column[None, :], mask=taken, other=0.0).to(tl.float32)
-    tl.store(sums + chunk.to(tl.int64) * width + column, tl.sum(summed, 0), mask=inside)
 
 
 @triton.jit

@@ -51,12 +51,6 @@ class HalvesTables:
         )  # fmt: skip
 
 
-def add_gradient(total: Tensor, gradient: Tensor) -> None:
-    """Add a contiguous gradient to a float32 sum."""
-    count = gradient.numel()
-    _add[(triton.cdiv(count, 2 * BLOCK),)](total, gradient, count, BLOCK=2 * BLOCK, num_warps=8)
-
-
 def _settings(rate: Rates, steps: int) -> list[float]:
     """The numbers of a step; 1 - 0.999 would be 5e-5 off in float32."""
     corrected = rate.lr / (1 - rate.beta1**steps), (1 - rate.beta2**steps) ** -0.5
@@ -89,14 +83,6 @@ def _chunks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, list
     chunks_N = -(-torch.tensor(counts) // (BLOCK * BLOCKS))
     owners_C = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), chunks_N)
     return owners_C.to(device), (chunks_N.cumsum(0) - chunks_N).tolist()
-
-
-@triton.jit
-def _add(total, gradient, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    more = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total + place, tl.load(total + place, mask=inside, other=0.0) + more, mask=inside)
 
 
 @triton.jit

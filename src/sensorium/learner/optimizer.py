@@ -133,7 +133,6 @@ def noise_key(step: int, place: int) -> int:
 # split in one kernel.
 
 
-LARGE = 1 << 20
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8-bit": torch.uint8}
 
 
@@ -187,7 +186,7 @@ class ParameterState:
         """Add a bfloat16 gradient to the float32 sum, and free it."""
         gradient = self.parameter.grad
         if self.remainder is not None and gradient is not None:
-            self._sum = local_of(gradient).float() if self._sum is None else _added(self._sum, local_of(gradient))
+            self._sum = local_of(gradient).float() if self._sum is None else self._sum.add_(local_of(gradient))
             self.parameter.grad = None
 
     @property
@@ -276,16 +275,6 @@ def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: T
 def _fits_kernel(tensor: ParameterState, device: torch.device) -> bool:
     halved = tensor.remainder is not None and tensor.parameter.is_cuda
     return halved and tensor.parameter.device == device and find_spec("triton") is not None
-
-
-def _added(total: Tensor, gradient: Tensor) -> Tensor:
-    """A bfloat16 gradient added to a float32 sum in place; on CUDA large ones by a kernel, in half of torch's time."""
-    if gradient.is_cuda and gradient.numel() >= LARGE and gradient.is_contiguous() and find_spec("triton") is not None:
-        from sensorium.learner.adam_kernels import add_gradient
-
-        add_gradient(total, gradient)
-        return total
-    return total.add_(gradient)
 
 
 def _is_whole(tensor: ParameterState) -> bool:

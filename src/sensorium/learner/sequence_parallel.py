@@ -14,11 +14,12 @@ from sensorium.learner.tree_attention import (
     TokenRun,
     TreeAttention,
     arrange,
+    merge,
     nearest_above,
     segment_ends,
     usable,
 )
-from sensorium.models.attention import as_kind, finer, one_row
+from sensorium.models.attention import finer, one_row
 from sensorium.models.segment_layout import Features, Placement, Runs, Slot
 from sensorium.vocabulary.content import Media
 
@@ -229,8 +230,8 @@ class _Attended(torch.autograd.Function):
         out, lse = flash.forward(fine_query, fine[0][own.keys], fine[1][own.keys], own, scaling)
         if seen is not None:
             more, more_lse = flash.forward(fine_query[seen.queries], fine[0][seen.keys], fine[1][seen.keys], seen, scaling)
-            flash.merge(out[seen.queries], lse, more, more_lse, seen.queries.start)
-        out = as_kind(out, query.dtype)
+            merge(out[seen.queries], lse, more, more_lse, seen.queries.start)
+        out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 

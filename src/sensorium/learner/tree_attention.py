@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from sensorium.kernels.fallbacks import fall_back, trying
 from sensorium.kernels.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile, with_gradient_of
-from sensorium.models.attention import as_kind, finer, masked_attention, one_row
+from sensorium.models.attention import finer, masked_attention, one_row
 
 # A rectangle may hold this share of padding, and this many padded cells whatever the share: a call costs something too.
 PADDING_SHARE = 0.25
@@ -266,8 +266,6 @@ class Flash(Protocol):
 
     def backward(self, saved: Sequence[Tensor], gradient: Tensor, part: "Part", scaling: float) -> Sequence[Tensor]: ...
 
-    def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None: ...
-
 
 @dataclass(frozen=True)
 class Part:
@@ -345,6 +343,16 @@ class LevelAttention:
         return attention(0, query, key, value, scaling).index_select(1, back_T)
 
 
+def merge(out_NHD: Tensor, lse_HT: Tensor, more_NHD: Tensor, more_lse_HN: Tensor, start: int) -> None:
+    """Add attention over further keys to the result of N tokens, in place; ``start`` is where their log-sum-exps begin."""
+    own_HN = lse_HT[:, start : start + len(out_NHD)]
+    total_HN = torch.logaddexp(own_HN, more_lse_HN)
+    share_NH1 = (more_lse_HN - total_HN).exp().T[..., None]
+    wide = share_NH1.dtype
+    out_NHD.copy_(torch.lerp(out_NHD.to(wide), more_NHD.to(wide), share_NH1))
+    own_HN.copy_(total_HN)
+
+
 class _LevelFlash(torch.autograd.Function):
     """(queries [T, H, D], keys [T, K, D], values) → attention of every token over itself and what is above it."""
 
@@ -357,8 +365,8 @@ class _LevelFlash(torch.autograd.Function):
         for part in row.above:
             queries, keys, values = fine_query[part.queries], fine_key[part.keys], fine_value[part.keys]
             more, more_lse = flash.forward(queries, keys, values, part, scaling)
-            flash.merge(out[part.queries], lse, more, more_lse, part.queries.start)
-        out = as_kind(out, query.dtype)
+            merge(out[part.queries], lse, more, more_lse, part.queries.start)
+        out = out.to(query.dtype)
         ctx.row, ctx.flash, ctx.scaling = row, flash, scaling
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -421,12 +429,6 @@ class TorchFlash:
         sizes = (part.block, part.longest_key, part.causal, back)
         self._times[sizes] += 1
         return self._times[sizes] > self.often
-
-    def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, start: int) -> None:
-        """Add a part to the tokens from ``start`` on, in place."""
-        from sensorium.kernels.learner_triton import merge
-
-        merge(out, lse, more, more_lse, start)
 
 
 @lru_cache(maxsize=16)

@@ -3,8 +3,6 @@
 Axes: B rows, H query heads, K key and value heads, T tokens, D head size.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +12,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sensorium.kernels.fallbacks import fall_back
 from sensorium.models.family import IMPLEMENTATION
 
 
@@ -62,33 +59,7 @@ def finer(x: Tensor) -> Tensor:
     The kernels round attention weights to the kind of the values. Rounded to 11 bits instead of 8, engine and learner,
     which take the weights in another order, round their results to the same bfloat16 number far more often.
     """
-    return as_kind(x, torch.float16) if x.dtype == torch.bfloat16 else x
-
-
-def as_kind(x: Tensor, kind: torch.dtype) -> Tensor:
-    """``x.to(kind)``, faster on CUDA."""
-    if x.dtype == kind or not x.is_cuda or not x.is_contiguous() or not _kernel_casts(x.device):
-        return x.to(kind)
-    from sensorium.kernels.attention_triton import cast
-
-    return cast(x, kind)
-
-
-@cache
-def _kernel_casts(device: torch.device) -> bool:
-    """Whether numbers change their kind by our kernel on a device: it runs there, and gives what torch gives."""
-    if find_spec("triton") is None:  # said by who needs it more
-        return False
-    try:
-        from sensorium.kernels.attention_triton import cast
-
-        given = torch.linspace(-6e4, 6e4, 257, device=device).bfloat16()
-        wrong = "" if cast(given, torch.float16).equal(given.half()) else "it gives other numbers than torch"
-    except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
-        wrong = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if wrong:
-        fall_back(f"bfloat16 becomes float16 by torch's own kernel, which is slower: {wrong}")
-    return not wrong
+    return x.half() if x.dtype == torch.bfloat16 else x
 
 
 def one_row(x_1HTD: Tensor) -> Tensor:
@@ -108,7 +79,7 @@ def causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
     out_BTHD: Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, None, None, length, length, 0.0, True, False, scale=scaling
     )[0]
-    return as_kind(out_BTHD, query_BHTD.dtype)
+    return out_BTHD.to(query_BHTD.dtype)
 
 
 def folded_attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scaling: float, mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.kernels.fallbacks import fall_back
-from sensorium.kernels.layer_ops import AddNorm, Gate, Norm, Rotate, ops_of, wide_linear, wide_product
+from sensorium.kernels.layer_ops import AddNorm, Gate, Norm, Rotate, column_sums, ops_of, wide_linear, wide_product
 from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
 from sensorium.models.attention import Attention, MaskedAttention
 
@@ -53,7 +53,7 @@ class NormedProducts(torch.autograd.Function):
         found: list[Tensor | None] = []
         for i, (part, biased) in enumerate(zip(flat, ctx.biased, strict=True)):
             found.append(part.T @ normed_NW if ctx.needs_input_grad[3 + 2 * i] else None)
-            found.append(ops.column_sums(part) if biased and ctx.needs_input_grad[4 + 2 * i] else None)
+            found.append(column_sums(part) if biased and ctx.needs_input_grad[4 + 2 * i] else None)
         return norm.input, norm.weight, None, *found
 
 
@@ -91,7 +91,7 @@ class RotatedProducts(torch.autograd.Function):
         if any(ctx.needs_input_grad[5:8]):
             weights = (joined.T @ norm.result.flatten(0, -2)).split(ctx.sizes)
         if any(ctx.needs_input_grad[8:]):
-            biases = ops.column_sums(joined).split(ctx.sizes)
+            biases = column_sums(joined).split(ctx.sizes)
         return norm.input, norm.weight, None, None, None, *weights, *biases
 
 

@@ -221,8 +221,8 @@ class TowerBlock(GradientCheckpointingLayer):
             self._joined = JoinedMLP()
         attn, mlp, (cos_PD, sin_PD) = self.attn, self.mlp, position_embeddings
         settings = BlockSettings(
-            cu_seqlens.to(torch.int32), max_seqlen, cos_PD.contiguous(), sin_PD.contiguous(), attn.num_heads, attn.scaling,
-            (self.norm1.variance_epsilon, self.norm2.variance_epsilon),
+            cu_seqlens.to(torch.int32), max(2, max_seqlen), cos_PD.contiguous(), sin_PD.contiguous(), attn.num_heads,
+            attn.scaling, (self.norm1.variance_epsilon, self.norm2.variance_epsilon),
         )  # fmt: skip
         joined = self._joined(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         block: Tensor = GatedTowerBlock.apply(hidden_states, settings, joined, *weights)
@@ -318,14 +318,9 @@ def _set(block: Any, fused: bool, whole: bool) -> None:
 def trial(block: Any, whole: bool) -> float:
     """How far a fused block is from the stock one on random patches, values and gradients, relative to the largest.
 
-    ``whole``: as one function, where it is of that kind; then over windows and over longer segments.
+    ``whole``: as one function, where it is of that kind.
     """
-    windows = [0, 64, 80, 112]
-    return max(_error(block, whole, ends) for ends in ((windows, [0, 112]) if whole else (windows,)))
-
-
-def _error(block: Any, whole: bool, ends: list[int]) -> float:
-    """How far it is off over segments with these ends."""
+    ends = [0, 64, 80, 112]
     weight, size = block.norm1.weight, block.attn.head_dim
     generator = torch.Generator().manual_seed(0)
     hidden, gradient = torch.randn(2, ends[-1], len(weight), generator=generator).to(weight.device, weight.dtype)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from sensorium.kernels.layer_triton import add_normed, column_sums, gate_pair_gradients, gated_pair, norm_gradients, normed
-from sensorium.kernels.tower_triton import LONGEST, attend_windows, rotate_into, window_gradients
+from sensorium.kernels.layer_ops import column_sums
+from sensorium.kernels.layer_triton import add_normed, gate_pair_gradients, gated_pair, norm_gradients, normed
+from sensorium.kernels.tower_triton import rotate_into
 
 # Inner sizes are padded to multiples of this. Of 3,424, 3,456 and 3,584 for Qwen2.5-VL's 3,420 the first is the fastest.
 ALIGNED = 32
@@ -108,23 +109,7 @@ class GatedTowerBlock(torch.autograd.Function):
 
 
 def attended(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
-    """Attention within segments, and what its gradient needs of the weights: windows by kernels, longer ones by flash."""
-    if settings.longest <= LONGEST:
-        return attend_windows(rotated, settings.ends, settings.heads, settings.scaling)
-    return flash_attended(rotated, settings)
-
-
-def attention_gradients(
-    given_PHD: Tensor, rotated: Tensor, seen_PHD: Tensor, logs: Tensor, settings: BlockSettings
-) -> Tensor:
-    """The gradient of queries, keys and values as they lie side by side."""
-    if settings.longest <= LONGEST:
-        return window_gradients(given_PHD, rotated, seen_PHD, logs, settings.ends, settings.scaling)
-    return flash_gradients(given_PHD, rotated, seen_PHD, logs, settings)
-
-
-def flash_attended(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
-    """By torch's flash attention, 16 bits on CUDA, with its log-sum-exp."""
+    """Attention within segments by torch's flash attention, 16 bits on CUDA, with its log-sum-exp."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *_three(rotated, settings), settings.ends, settings.ends, settings.longest, settings.longest, 0.0, False, False,
         scale=settings.scaling,
@@ -132,8 +117,10 @@ def flash_attended(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, Te
     return out, lse
 
 
-def flash_gradients(given_PHD: Tensor, rotated: Tensor, seen_PHD: Tensor, lse: Tensor, settings: BlockSettings) -> Tensor:
-    """The same by torch's flash attention."""
+def attention_gradients(
+    given_PHD: Tensor, rotated: Tensor, seen_PHD: Tensor, lse: Tensor, settings: BlockSettings
+) -> Tensor:
+    """The gradient of queries, keys and values as they lie side by side."""
     no_dropout = torch.empty(2, dtype=torch.uint64, device=given_PHD.device)  # taken, and not read
     found = torch.ops.aten._flash_attention_backward(
         given_PHD, *_three(rotated, settings), seen_PHD, lse, settings.ends, settings.ends, settings.longest,

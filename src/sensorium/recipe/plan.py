@@ -20,7 +20,7 @@ from sensorium.recipe.activations import (
     tower_room,
 )
 from sensorium.recipe.names import table
-from sensorium.recipe.schema import LoraSection, OptimizerSection, Recipe
+from sensorium.recipe.schema import OptimizerSection, Recipe
 from sensorium.recipe.shape import IncompleteConfig, ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError
@@ -94,8 +94,6 @@ BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
 GIB = 1 << 30
 NATIVE_ROWS, VLLM_ROWS = 512, 256  # max_rows of engines where a recipe does not say
-# The native engine's second copy of weights: of layers from a size on, at most a share of a GPU's memory, for so many rows.
-PACKED, LEAST_PACKED, PACKED_SHARE, PACKED_ROWS = "weights in 12 bits", 1 << 24, 1 / 16, 40
 CLIPS_AT_ONCE = 64  # distinct videos and sounds of the held-out tasks that are played at once: all of them are decoded
 EPISODE_BYTES, TOKEN_BYTES = 2500, 60
 METRICS_BYTES, LEDGER_BYTES = 2500, 60
@@ -251,7 +249,6 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape),
         "keys and values": 0 if vllm else cached * 2 * shape.layers * shape.key_values * size,
-        PACKED: packed_bytes(recipe, shape),
         "activations": activation_bytes(recipe, shape),
         "gathered keys and values": gathered_bytes(recipe, shape),
         "logits": head_bytes(recipe, shape),
@@ -346,28 +343,6 @@ def _evaluated_tokens(recipe: Recipe, engines: int) -> int:
     in_flight = min(rollout.concurrency or 10**9, tasks * section.samples, engines * engine_rows(recipe))
     groups = -(-in_flight // section.samples)
     return groups * (rollout.max_context_tokens - rollout.max_new_tokens) + in_flight * rollout.max_new_tokens
-
-
-def packed_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """The second copy of decoder weights that the native engine reads on a GPU when few responses are left, at most.
-
-    It has none of small layers, or of layers with adapters or experts.
-    """
-    engine, model = recipe.rollout.engine, recipe.model
-    inside = (
-        engine.name in ("native", "process") and engine.options.get("compile", True) and engine.options.get("record", True)
-    )
-    plain = model.dtype == "bfloat16" and model.precision == "fast" and not model.lora.rank and model.device != "cpu"
-    weights = shape.hidden * (2 * shape.queries + 2 * shape.key_values + 3 * shape.mlp)
-    experts = shape.parameters["language"] > 1.5 * shape.layers * weights + 2 * shape.vocabulary * shape.hidden
-    if not inside or not plain or experts or weights < LEAST_PACKED:
-        return 0
-    return shape.layers * weights * 3 // 2
-
-
-def without_large_copies(uses: dict[str, int], memory: float) -> dict[str, int]:
-    """The uses on a GPU of so much memory: a second copy of weights that is too large for it is not made."""
-    return {use: amount for use, amount in uses.items() if use != PACKED or amount <= PACKED_SHARE * memory}
 
 
 def _evaluations(recipe: Recipe) -> int:
@@ -533,7 +508,7 @@ def _limit(recipe: Recipe, memory: int) -> int:
 def _forecast(recipe: Recipe, shape: ModelShape, memory: int, way: Way) -> tuple[int, int]:
     """Bytes on a GPU of ``memory`` bytes, and how many of those that may be filled all but the vision tower leaves free."""
     model = recipe.model.model_copy(update={"gradient_checkpointing": way})
-    uses = without_large_copies(estimate_memory(recipe.model_copy(update={"model": model}), shape), memory)
+    uses = estimate_memory(recipe.model_copy(update={"model": model}), shape)
     forecast = sum(uses.values())
     return forecast, _limit(recipe, memory) - forecast + uses.get("vision tower", 0)
 
@@ -622,13 +597,6 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             f"model.freeze has {named} without projector, so media go through their tower in every step: features are kept "
             "only where the projector, which is a part of the tower, does not learn either. Freeze both to have each "
             "medium encoded once"
-        )
-    plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": LoraSection()})})
-    if recipe.model.lora.rank and shape is not None and packed_bytes(plain, shape):
-        yield (
-            f"model: on a GPU, decode steps of at most {PACKED_ROWS} rows read weights in 16 bits instead of 12, since "
-            "layers have adapters; they take up to a third longer. Attention takes several launches instead of one, which "
-            "is up to a tenth of a step"
         )
 
 

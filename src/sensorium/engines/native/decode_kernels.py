@@ -1,10 +1,8 @@
 """The small operations of a decode step as Triton kernels: one launch where torch takes five to fifteen."""
 
 # mypy: disable-error-code="no-untyped-def"
-# mypy: disable-error-code="no-untyped-def"
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import triton
@@ -12,7 +10,6 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows, TorchOps, Unplaced
-from sensorium.engines.native.half_layers import HalfLayers
 from sensorium.engines.native.row_attention import LOG2_E, RowAttention
 from sensorium.kernels.attention_triton import after_previous, attend_own, attend_shared, launch_ahead, merge
 from sensorium.kernels.decode_triton import (
@@ -24,84 +21,9 @@ from sensorium.kernels.decode_triton import (
     largest_logits,
     product_parts,
 )
-from sensorium.kernels.layer_parts import FINE_SCALE, FIXED_ANGLES, GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_triton import add_normed, gated, gated_finely, normed
 from sensorium.kernels.matched_ops import unit_bits
-from sensorium.models.policy import Policy
-
-TRIED_POSITIONS = 1 << 17  # up to which a model's angles are compared
-
-
-def begun(
-    embedding_VW: Tensor, rows: DecodeRows, norm: NormWeights, frequencies_D: Tensor, scale: float
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Of every row's last token: the residual stream, its norm, and the cosines and sines of its position."""
-    batch, width, half = len(rows.tokens_B), embedding_VW.shape[1], len(frequencies_D)
-    sum_BW = embedding_VW.new_empty(batch, width, dtype=torch.float32)
-    normed_BW = norm.weight.new_empty(batch, width)
-    cos_BD, sin_BD = (embedding_VW.new_empty(batch, 2 * half) for _ in range(2))
-    _begin[(batch,)](
-        rows.tokens_B, rows.positions_B, embedding_VW, frequencies_D, norm.weight, sum_BW, normed_BW, cos_BD, sin_BD,
-        width, half, norm.eps, scale, W=triton.next_power_of_2(width), D=triton.next_power_of_2(half), num_warps=8,
-    )  # fmt: skip
-    return sum_BW, normed_BW, (cos_BD, sin_BD)
-
-
-def angles_of(policy: Policy) -> tuple[Tensor, float] | tuple[()]:
-    """Frequencies and scale of a model's rotary angles, if ``begun`` gives the same of them; otherwise nothing."""
-    model = policy.adapter.language_model
-    rotary, embedding = getattr(model, "rotary_emb", None), model.embed_tokens
-    frequencies_D, scale = getattr(rotary, "inv_freq", None), getattr(rotary, "attention_scaling", None)
-    if getattr(rotary, "rope_type", "") not in FIXED_ANGLES or type(embedding) is not nn.Embedding:
-        return ()
-    if not isinstance(frequencies_D, Tensor) or frequencies_D.dtype != torch.float32 or not isinstance(scale, int | float):
-        return ()
-    positions_B = torch.arange(0, TRIED_POSITIONS, 61, device=frequencies_D.device)
-    expected = policy.adapter.rotary(embedding.weight[:1, None], positions_B[None, :, None].expand(3, -1, 1))
-    found = [torch.empty_like(part) for part in expected]
-    if any(part.shape[-1] != 2 * len(frequencies_D) for part in expected):
-        return ()
-    half = len(frequencies_D)
-    _angles[(len(positions_B),)](
-        positions_B, frequencies_D, *found, half, float(scale), D=triton.next_power_of_2(half), num_warps=8
-    )
-    return (frequencies_D, float(scale)) if all(map(torch.equal, found, expected)) else ()
-
-
-@triton.jit
-def _turned(row, positions, frequencies, cosines, sines, half, scale, D: tl.constexpr):
-    d = tl.arange(0, D)
-    inside = d < half
-    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + d, mask=inside, other=0.0)
-    c = (tl.cos(angle) * scale).to(cosines.dtype.element_ty)
-    s = (tl.sin(angle) * scale).to(sines.dtype.element_ty)
-    for part in tl.static_range(2):
-        place = (row * 2 + part) * half + d
-        tl.store(cosines + place, c, mask=inside)
-        tl.store(sines + place, s, mask=inside)
-
-
-@triton.jit
-def _angles(positions, frequencies, cosines, sines, half, scale, D: tl.constexpr):
-    """Cosines and sines of positions, as models take them: for both halves of a head."""
-    _turned(tl.program_id(0).to(tl.int64), positions, frequencies, cosines, sines, half, scale, D)
-
-
-@triton.jit
-def _begin(
-    tokens, positions, embedding, frequencies, gain, summed, out, cosines, sines, width, half, eps, scale,
-    W: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    _turned(row, positions, frequencies, cosines, sines, half, scale, D)
-    place = tl.arange(0, W)
-    inside = place < width
-    x = tl.load(embedding + tl.load(tokens + row) * width + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(summed + row * width + place, x, mask=inside)
-    x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps))
-    x = tl.load(gain + place, mask=inside, other=0.0).to(tl.float32) * x
-    tl.store(out + row * width + place, x.to(out.dtype.element_ty), mask=inside)
-
 
 # They compute what ``decode_ops.TorchOps`` computes, with the same roundings; only sums are taken in another order.
 # Attention is one launch where ``row_attention`` takes it, and otherwise in three parts. Rows of a tile (members of a
@@ -123,15 +45,12 @@ class TritonOps(TorchOps):
     name = "triton"
 
     def __init__(self, noted: Callable[[str], None] | None = None) -> None:
-        """With ``noted``, few rows may be computed by ``RowAttention`` and ``HalfLayers``; it hears where they cannot."""
+        """With ``noted``, ``RowAttention`` may attend to few rows; ``noted`` gets the reason where it cannot."""
         super().__init__()
-        self._noted = noted
-        self._half_layers: HalfLayers | None = None
         self._row_attention = RowAttention(noted, self._attended_one_by_one) if noted is not None else None
         self._blocked: dict[tuple[int, int], Tensor] = {}
         self._halves: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams: list[torch.cuda.Stream] = []
-        self._angles: tuple[Tensor, float] | tuple[()] | None = None
 
     def together(self, first: Callable[[], Tensor], *others: Callable[[], Tensor]) -> list[Tensor]:
         """Results of independent work, in order; in a graph the others run beside the first.
@@ -153,14 +72,6 @@ class TritonOps(TorchOps):
         for stream in self._streams[: len(others)]:
             here.wait_stream(stream)
         return results
-
-    def begin(self, policy: Policy, rows: DecodeRows, norm: NormWeights) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """The residual stream, its norm, cosines and sines, where the model's own take a dozen launches."""
-        if self._angles is None and not torch.cuda.is_current_stream_capturing():
-            self._angles = angles_of(policy)
-        if not self._angles:
-            return super().begin(policy, rows, norm)
-        return begun(policy.adapter.language_model.embed_tokens.weight, rows, norm, *self._angles)
 
     def norm(self, x_BW: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm over the last axis."""
@@ -208,65 +119,10 @@ class TritonOps(TorchOps):
         """Weights changed in place: what was computed of them is computed again."""
         for weight, half in self._halves.values():
             half.copy_(weight)
-        if self._half_layers is not None:
-            self._half_layers.renew()
-
-    def ready(self, rows: int) -> None:
-        """Called before a step of so many rows: what it reads of changed weights is computed now."""
-        if self._half_layers is not None:
-            self._half_layers.ready(rows)
 
     def reads_apart(self, rows: int, again: int) -> bool:
         """Whether rows read the pages they share each for itself: ``again`` bytes of a layer more than together."""
         return self._row_attention is not None and self._row_attention.pays(rows, again)
-
-    def know(self, layers: Sequence[LayerParts], last: NormWeights) -> None:
-        """The layers of the step, in order, and the norm before the head: for ``pass_on`` and ``finish``."""
-        if self._noted is not None:
-            self._half_layers = HalfLayers(layers, last, self._noted)
-
-    def pass_on(
-        self,
-        layer: LayerParts,
-        following: LayerParts,
-        seen_BN: Tensor,
-        sum_BW: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        rows: DecodeRows,
-        next_block: Tensor,
-    ) -> tuple[Tensor | Unplaced, Tensor] | None:
-        """From what a layer's attention gave to the next layer's queries in one launch and a second, for few rows."""
-        projections = [part for part in (following.query, following.key, following.value) if isinstance(part, nn.Linear)]
-        biases = [part.bias for part in projections if part.bias is not None]
-        if self._half_layers is None or len(biases) not in (0, 3):
-            return None
-        plain = partial(self._half_layer_one_by_one, layer, following.before, projections)
-        passed = self._half_layers.run(layer.index, seen_BN, sum_BW, plain)
-        if passed is None:
-            return None
-        parts_PBN, summed_BW = passed
-        return self._projected(Unplaced(following, parts_PBN, biases, rotary), rows, next_block), summed_BW
-
-    def finish(self, layer: LayerParts, norm: NormWeights, seen_BN: Tensor, sum_BW: Tensor) -> Tensor | None:
-        """From what the last layer's attention gave to what the head takes in one launch, for few rows."""
-        if self._half_layers is None:
-            return None
-        plain = partial(self._half_layer_one_by_one, layer, norm, ())
-        passed = self._half_layers.run(layer.index, seen_BN, sum_BW, plain)
-        return None if passed is None else passed[0]
-
-    def _half_layer_one_by_one(
-        self, layer: LayerParts, norm: NormWeights, projections: Sequence[nn.Linear], seen_BN: Tensor, sum_BW: Tensor
-    ) -> Tensor:
-        """What ``HalfLayers`` does in one launch: the next projections, or what the head takes."""
-        inner = layer.inner
-        assert isinstance(inner, GatedMLP)
-        fine = torch.float16 if layer.fine else None
-        normed_BW, sum_BW = self.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
-        normed_BW, _ = self.add_product(inner.down, self.gated(inner, normed_BW), sum_BW, norm)
-        if not projections:
-            return normed_BW.float()
-        return torch.cat([normed_BW.float() @ part.weight.float().T for part in projections], 1)
 
     def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
         """The inner values of a gated MLP."""
@@ -287,10 +143,7 @@ class TritonOps(TorchOps):
         if len(layers) < 3 or len(biases) not in (0, 3) or not fits(layers, x_BW):
             return super().project(layer, x_BW, rotary, rows, layer_block)
         parts_PBN = product_parts(x_BW, [part.weight for part in layers])
-        return self._projected(Unplaced(layer, parts_PBN, biases, rotary), rows, layer_block)
-
-    def _projected(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor | Unplaced:
-        """As it is where attention places it, for few rows; otherwise the queries, and what ``place`` does is done."""
+        given = Unplaced(layer, parts_PBN, biases, rotary)
         if self.apart and self._row_attention is not None and self._row_attention.takes(given, layer_block):
             return given
         return self._placed_parts(given, rows, layer_block)

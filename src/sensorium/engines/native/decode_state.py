@@ -241,35 +241,9 @@ class TorchOps:
             return self.gate_finely(*(wide_product(x_BW, self.half(layer.weight)) for layer in (gate, up)))
         return self.gate(*self.together(partial(inner.gate, x_BW), partial(inner.up, x_BW)))
 
-    def ready(self, rows: int) -> None:
-        """Called before a step of so many rows."""
-
     def reads_apart(self, rows: int, again: int) -> bool:
         """Whether rows that would read ``again`` bytes of a layer more do so to be faster."""
         return False
-
-    def know(self, layers: Sequence[LayerParts], last: NormWeights) -> None:
-        """Called once with the layers of the step, in order, and the norm before the head."""
-
-    def pass_on(
-        self,
-        layer: LayerParts,
-        following: LayerParts,
-        seen_BN: Tensor,
-        sum_BW: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        rows: DecodeRows,
-        next_block: Tensor,
-    ) -> tuple[Tensor | Unplaced, Tensor] | None:
-        """From what a layer's attention gave to the next layer's ``project`` at once, with the residual stream between.
-
-        None where this is done by ``add_product``, ``gated`` and ``project`` one after the other.
-        """
-        return None
-
-    def finish(self, layer: LayerParts, norm: NormWeights, seen_BN: Tensor, sum_BW: Tensor) -> Tensor | None:
-        """From what the last layer's attention gave to what the head takes at once; None as in ``pass_on``."""
-        return None
 
     def project(
         self, layer: LayerParts, x_BW: Tensor, rotary: tuple[Tensor, Tensor], rows: DecodeRows, layer_block: Tensor

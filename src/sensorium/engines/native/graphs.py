@@ -157,7 +157,6 @@ class FusedStep:
         model = policy.adapter.language_model
         self._layers = [parts_of(layer) for layer in model.layers]
         self._last = norm_of(model.norm)
-        ops.know(self._layers, self._last)
 
     def logits(self, rows: DecodeRows, pool: PagePool) -> Tensor:
         """The logits after every row's last token, whose keys and values are written."""
@@ -166,15 +165,6 @@ class FusedStep:
         query = ops.project(self._layers[0], normed_BW, angles, rows, pool.block[0])
         for i, (layer, following) in enumerate(zip(self._layers, [*self._layers[1:], None], strict=True)):
             seen_BN = ops.attend(query, rows, pool.block[i], layer.scaling)
-            if following is None:
-                finished_BW = ops.finish(layer, self._last, seen_BN, sum_BW)
-                if finished_BW is not None:
-                    return policy.head_logits(finished_BW)
-            else:
-                passed = ops.pass_on(layer, following, seen_BN, sum_BW, angles, rows, pool.block[i + 1])
-                if passed is not None:
-                    query, sum_BW = passed
-                    continue
             fine = torch.float16 if layer.fine else None
             normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
             normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, self._last if following is None else following.before)
@@ -232,7 +222,7 @@ def buckets_to_capture(bucket: int, captured: Collection[int]) -> list[int]:
 class DecodeRunner:
     """Runs decode steps. ``fast=False`` is the reference: stock layers, plain torch, no graph.
 
-    ``compile`` lets steps of few rows read packed weights (see ``half_layers``).
+    ``compile`` lets attention of few rows be one launch (``row_attention``).
     """
 
     def __init__(
@@ -280,7 +270,6 @@ class DecodeRunner:
 
     def step(self) -> Tensor:
         """One step of the batch: tokens, log-probs and sampled log-probs as [3, rows], until the next step."""
-        self._ops.ready(self._bucket)
         graph = self._graph() if self._capture else None
         if graph is None:
             self._run(self._bucket)

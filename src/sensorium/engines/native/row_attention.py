@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows, Unplaced
 from sensorium.engines.native.key_values import PAGE
-from sensorium.kernels.device_code import DeviceCode, NoDeviceCode, Start, addresses, launch, pointers
+from sensorium.kernels.device_code import DeviceCode, NoDeviceCode, addresses, launch, pointers
 
 MOST_ROWS = 128
 READ_AGAIN = 128_000_000
@@ -73,7 +73,7 @@ class RowAttention:
         heads = out_BN.shape[1] // size
         splits = _splits(batch, kv_heads)
         norms = layer.norms or (layer.before, layer.before)
-        told = CAttention(
+        given_fields = CAttention(
             *addresses(
                 given.parts_PBN, *(given.biases or (out_BN,) * 3), *given.rotary, norms[0].weight, norms[1].weight,
                 layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, out_BN,
@@ -82,7 +82,7 @@ class RowAttention:
         )  # fmt: skip
         flags = {"BIAS": bool(given.biases), "NORM": layer.norms is not None}
         kernel = self._kernel(HEADS=heads, KV=kv_heads, SIZE=size, PAGE=PAGE, SPLITS=splits, **flags)
-        launch(kernel, batch * kv_heads * splits, 32 * WARPS, told, _shared_bytes(size), Start.AHEAD)
+        launch(kernel, batch * kv_heads * splits, 32 * WARPS, given_fields, _shared_bytes(size))
         return out_BN
 
     def _kernel(self, **numbers: int) -> c_void_p:
