@@ -61,7 +61,7 @@ def test_the_format_reward_is_as_published(caption: str, paid: float) -> None:
 
 def test_the_length_reward_falls_in_a_straight_line() -> None:
     length = TokenLength(2048, 3072)
-    assert [length.paid(n) for n in (1, 2048, 2304, 2560, 3071, 3072, 9999)] == [1, 1, 0.75, 0.5, 1 / 1024, 0, 0]
+    assert [length.value(n) for n in (1, 2048, 2304, 2560, 3071, 3072, 9999)] == [1, 1, 0.75, 0.5, 1 / 1024, 0, 0]
     paid = [Score("caption_qa", 0.5), Score("timestamps", 0.75, 0.2), Score("length", 1.0, 0.2)]
     assert total(paid) == 0.5 + 0.2 * 0.75 + 0.2 * 1.0
 

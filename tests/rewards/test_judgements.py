@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.rewards.scorer import JudgementMemory, Scorer, judgement_keys, term_identity
+from sensorium.data.lru import LRU
+from sensorium.rewards.scorer import Scorer, judgement_keys, term_identity
 from sensorium.runs.ledger import Ledger
 from sensorium.vocabulary import Episode, Group, Media, Score, Status, Task, user
 from tests.rewards.conftest import MakeEpisode
@@ -58,7 +59,7 @@ def test_the_same_text_is_judged_once_at_the_same_time_and_later(
 def test_a_term_that_is_not_deterministic_is_asked_about_every_episode_and_its_word_is_kept(
     episode_of: MakeEpisode,
 ) -> None:
-    judge, memory = Judge(deterministic=False), JudgementMemory()
+    judge, memory = Judge(deterministic=False), LRU(10)
     pair = named(episode_of("cat"), "a"), named(episode_of("cat"), "b")
     first = rewards(Scorer([(judge, 1.0)], judgements=memory), *pair)
     assert sorted(first, reverse=True) == [1.0, 0.5]  # type: ignore[type-var]
@@ -66,7 +67,7 @@ def test_a_term_that_is_not_deterministic_is_asked_about_every_episode_and_its_w
 
 
 def test_a_judge_that_was_away_is_asked_again_by_another_episode_and_not_by_a_resumed_run(episode_of: MakeEpisode) -> None:
-    judge, memory = Judge(failing=1), JudgementMemory()
+    judge, memory = Judge(failing=1), LRU(10)
     assert rewards(Scorer([(judge, 1.0)], judgements=memory, retries=0), named(episode_of("cat"), "a")) == [None]
     assert rewards(Scorer([(judge, 1.0)], judgements=memory, retries=0), named(episode_of("cat"), "b")) == [0.5]
     assert rewards(Scorer([(judge, 1.0)], judgements=memory, retries=0), named(episode_of("cat"), "a")) == [None]

@@ -1,8 +1,7 @@
 """A process that decides mathematical equivalence, one JSON line a question; run as a script, imports nothing of ours.
 
-Computer algebra can take for ever on what a model writes, and a thread cannot be stopped. So it has a process of its own,
-which sets itself an alarm for each question and dies by it: in CPU seconds, so that verdicts do not depend on how busy
-the machine is.
+Computer algebra can run for ever on what a model writes, and a thread cannot be stopped. So this process sets itself an
+alarm for each question and dies by it: in CPU seconds, so that verdicts do not depend on how busy the machine is.
 """
 
 import json

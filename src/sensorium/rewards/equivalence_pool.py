@@ -7,13 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sensorium.vocabulary.errors import RewardFailure
 
-START_S = 60.0
-"""Seconds of the clock that a process has to start, and to answer beyond its CPU seconds, on a busy machine."""
+START_S = 60.0  # wall-clock seconds to start, and to answer beyond the CPU seconds, on a busy machine
 
 
 class EquivalencePool:
@@ -26,16 +26,15 @@ class EquivalencePool:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def equal(self, known: str, given: str) -> bool | None:
-        """Whether two answers are equal as mathematics; None if the known one is none. RewardFailure: no verdict."""
+        """Whether two answers are equal as mathematics; None if the known one cannot be read. RewardFailure: no verdict."""
         if known.strip() == given.strip():
             return True
-        reply = self.ask({"expected": known, "given": given})
+        reply = self._ask({"expected": known, "given": given})
         if "error" in reply:
             raise RewardFailure(f"math-verify failed: {reply['error']}")
         return None if "unfit" in reply else bool(reply["equal"])
 
-    def ask(self, question: dict[str, str]) -> dict[str, Any]:
-        """The answer to one question; RewardFailure if it takes too long."""
+    def _ask(self, question: dict[str, str]) -> dict[str, Any]:
         with self._places:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
@@ -53,6 +52,7 @@ class EquivalencePool:
             return reply
 
     def close(self) -> None:
+        """End the idle processes."""
         with self._lock:
             for worker in self._idle:
                 _end(worker)
@@ -60,13 +60,12 @@ class EquivalencePool:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         script = str(Path(__file__).with_name("equivalence.py"))
-        surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         worker = subprocess.Popen(
             [sys.executable, "-P", script, str(self.timeout_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=surroundings,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         try:
             _reply(worker, START_S)
@@ -77,7 +76,7 @@ class EquivalencePool:
 
 
 def _reply(worker: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]:
-    """The next line a worker writes, or RewardFailure when it dies or takes too long."""
+    """The next line that a process writes; RewardFailure when it dies or takes too long."""
     assert worker.stdout is not None
     until, line = time.monotonic() + seconds, b""
     with selectors.DefaultSelector() as selector:
@@ -98,7 +97,5 @@ def _end(worker: "subprocess.Popen[bytes]") -> None:
     worker.wait()
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
-            try:
+            with suppress(OSError):
                 pipe.close()
-            except OSError:
-                continue

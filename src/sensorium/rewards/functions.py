@@ -4,9 +4,9 @@
 ``def ranks(task, episodes): return [...]`` is asked about a group, and returns a list with one of these for each episode.
 ``def brevity(prompts, completions, answer, **columns): return [...]`` is TRL's form: it gets lists of one, or with the
 option ``group: true`` of a whole group, and returns a list of as many numbers (None: no score). The columns are ``answer``,
-``task_id`` and what stands in the task's metadata. Completions and prompts are texts; with ``messages: true`` lists of
-``{"role", "content"}``, TRL's form of conversations. All may be ``async``, and have a keyword-only parameter ``context``. A
-function is asked in a thread under the deadline, unless it has ``instant = True``.
+``task_id`` and the task's metadata. Completions and prompts are texts; with ``messages: true`` lists of ``{"role",
+"content"}``, TRL's form of conversations. All may be ``async``, and have a keyword-only parameter ``context``. A function
+runs in a thread under the deadline, unless it has ``instant = True``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from sensorium.recipe.names import (
     takes_context,
     wrong_function_options,
 )
-from sensorium.rewards.reward_term import RewardContext, Term
+from sensorium.rewards.reward_term import RewardContext, Term, question_messages
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
@@ -75,7 +75,7 @@ def build_term(name: str, options: Mapping[str, Any], where: str, context: Rewar
 
 
 class _Function:
-    """What functions of every signature have in common."""
+    """The common part of functions of every signature."""
 
     def __init__(self, function: Callable[..., Any], style: Style, name: str, options: Mapping[str, Any]) -> None:
         parameters = function_parameters(function)
@@ -91,14 +91,20 @@ class _Function:
         self._messages = bool(own.get("messages", False))
         self._function, self._style, self._options, self._parameters = function, style, kept, parameters
 
-    def _ask_in_columns(self, task: Task, episodes: Sequence[Episode]) -> Any:
-        """What a function of TRL's form returns: a list, or something to be awaited for one."""
-        returned = self._function(**self._columns(task, episodes))
+    def _ask_in_columns(self, task: Task, episodes: Sequence[Episode], finish: Callable[[Sequence[Any]], Any]) -> Any:
+        """``finish`` of the list that a function of TRL's form returns, at once or to be awaited."""
         count = len(episodes)
-        return _listed_later(self.name, returned, count) if isawaitable(returned) else _listed(self.name, returned, count)
+        returned = self._function(**self._columns(task, episodes))
+        if not isawaitable(returned):
+            return finish(_listed(self.name, returned, count))
+
+        async def awaited() -> Any:
+            return finish(_listed(self.name, await returned, count))
+
+        return awaited()
 
     def _columns(self, task: Task, episodes: Sequence[Episode]) -> dict[str, Any]:
-        """The arguments of TRL's form, lists with an entry for each episode: of those that the function takes."""
+        """The arguments of TRL's form that the function takes: lists with an entry for each episode."""
         known = {key: [value] * len(episodes) for key, value in task.metadata.items() if isinstance(key, str)}
         known |= {"task_id": [task.id] * len(episodes), "answer": [task.answer] * len(episodes)}
         known["prompts"] = [self._prompt(task, episode) for episode in episodes]
@@ -117,45 +123,46 @@ class _Function:
         return {p.name: known[p.name] for p in named if p.name in known}
 
     def _prompt(self, task: Task, episode: Episode) -> Any:
-        shown_first = task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ()))
+        messages = question_messages(task, episode)
         if self._messages:
-            return [{"role": message.role, "content": _content(message)} for message in shown_first]
-        return "\n".join(message.text for message in shown_first)
+            return [{"role": message.role, "content": _content(message)} for message in messages]
+        return "\n".join(message.text for message in messages)
 
     def _completion(self, episode: Episode) -> Any:
         if not self._messages:
             return episode.response
-        said: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         for turn in episode.turns:
-            if said:
-                said += [{"role": message.role, "content": _content(message)} for message in turn.observation]
-            said.append({"role": "assistant", "content": turn.response.text})
-        return said
+            if messages:
+                messages += [{"role": message.role, "content": _content(message)} for message in turn.observation]
+            messages.append({"role": "assistant", "content": turn.response.text})
+        return messages
 
 
 class FunctionTerm(_Function):
     """A function that is asked about one episode at a time."""
 
     def score(self, task: Task, episode: Episode) -> Any:
-        """Whatever the function returns; the scorer turns it into scores."""
         if self._style == "episode":
             return self._function(task, episode, **self._options)
-        listed = self._ask_in_columns(task, [episode])
-        return _first_later(self.name, listed) if isawaitable(listed) else _first(self.name, listed)
+        return self._ask_in_columns(task, [episode], self._only)
+
+    def _only(self, listed: Sequence[Any]) -> Any:
+        if listed[0] is None:
+            raise RewardFailure(f"reward function '{self.name}' returned None: it does not judge this task")
+        return listed[0]
 
 
 class GroupFunctionTerm(_Function):
     """A function that is asked about all episodes of a group at once."""
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> Any:
-        """Whatever the function returns; the scorer turns it into scores, episode by episode."""
         if self._style == "episodes":
             return self._function(task, episodes, **self._options)
-        return self._ask_in_columns(task, episodes)
+        return self._ask_in_columns(task, episodes, lambda listed: listed)
 
 
 def _content(message: Message) -> Any:
-    """A message's text, or its blocks where it shows media."""
     if not message.media:
         return message.text
     return [
@@ -172,21 +179,6 @@ def _listed(name: str, returned: Any, count: int) -> Sequence[Any]:
         scores = f"{count} score{'' if count == 1 else 's'}"
         raise RewardFailure(f"reward function '{name}' got {few} and must return a list of {scores}, not {shown(returned)}")
     return listed
-
-
-async def _listed_later(name: str, returned: Any, count: int) -> Sequence[Any]:
-    return _listed(name, await returned, count)
-
-
-def _first(name: str, listed: Sequence[Any]) -> Any:
-    """The one score of a list of one."""
-    if listed[0] is None:
-        raise RewardFailure(f"reward function '{name}' returned None: it does not judge this task")
-    return listed[0]
-
-
-async def _first_later(name: str, listed: Any) -> Any:
-    return _first(name, await listed)
 
 
 def _judges(thing: Any) -> bool:
@@ -212,7 +204,7 @@ def _name_of(thing: Any) -> str:
 
 
 def _style_by_count(thing: Any, name: str) -> Style:
-    """A callable that is surely a reward may call its two parameters what it likes."""
+    """The style of a callable that is surely a reward: its two parameters may have any names."""
     parameters = function_parameters(thing).values()
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(needed) == 2 or any(p.kind == p.VAR_POSITIONAL for p in parameters):

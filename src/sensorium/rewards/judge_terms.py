@@ -3,27 +3,27 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from sensorium.rewards.judges.answer_forms import AnswerForm, JsonAnswer, Number, RankingAnswer, SchemaAnswer
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
-from sensorium.rewards.reward_term import RewardContext
-from sensorium.vocabulary.content import Media, Message
+from sensorium.rewards.reward_term import RewardContext, last_response, question_messages
+from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import JudgeRefusal, RecipeError, RewardFailure
 from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
-NO_CLIENT = "there is no client of judges here"
-"""Why a judge's term gives no score where judges are not asked, as in ``sensorium validate``."""
+NO_CLIENT = "there is no client of judges here"  # as in ``sensorium validate``, where judges are not asked
 
 
 def client_of(context: RewardContext | None, name: str, *models: str) -> JudgeClient | None:
-    """The run's client of judges, once every model a term asks is known to it, with its keys."""
+    """The run's client of judges, which must know every model that a term asks, and its keys."""
     if context is None or context.judges is None:
         return None
     for model in models:
@@ -34,25 +34,20 @@ def client_of(context: RewardContext | None, name: str, *models: str) -> JudgeCl
 
 
 def needed(client: JudgeClient | None, name: str) -> JudgeClient:
-    """The client; without one a term cannot judge."""
+    """The client; JudgeRefusal without one."""
     if client is None:
         raise JudgeRefusal(f"reward term '{name}' asks a judge, and {NO_CLIENT}")
     return client
 
 
-def shown_messages(task: Task, episode: Episode) -> Sequence[Message]:
-    """What the policy was asked: the task's messages, or what its environment showed first."""
-    return task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ()))
-
-
 def question_text(task: Task, episode: Episode) -> str:
-    """The words of the question."""
-    return "\n".join(message.text for message in shown_messages(task, episode))
+    """The text of the question."""
+    return "\n".join(message.text for message in question_messages(task, episode))
 
 
 def question_media(task: Task, episode: Episode) -> tuple[Media, ...]:
     """The pictures, videos and sounds of the question."""
-    return tuple(media for message in shown_messages(task, episode) for media in message.media)
+    return tuple(media for message in question_messages(task, episode) for media in message.media)
 
 
 JUDGE_PROMPT_VERSION = "judge/1"
@@ -81,9 +76,9 @@ BY_SCHEMA = """Reply with one JSON object and nothing else. It must hold to this
 class Judge:
     """Asks ``model`` how well a response meets the criterion ``prompt``, as a number from ``low`` to ``high``.
 
-    ``tag`` judges what stands in that tag and credits it to those tokens alone; without one the last response is judged
+    ``tag``: judge the content of that tag, and credit it to those tokens alone; without one the last response is judged
     for the whole episode. ``media`` shows the question's media as well. From ``correct_from`` on an answer counts as right.
-    With ``schema`` (a JSON schema, or a file of one) the judge answers by it, and ``score`` says which fields are paid.
+    With ``schema`` (a JSON schema, or a file of one) the judge answers by it, and ``score`` names the fields that count.
     """
 
     caches_answers = True
@@ -119,21 +114,20 @@ class Judge:
         self.weights = dict(score) if isinstance(score, dict) else {score: 1.0}
         self.version = JUDGE_PROMPT_VERSION
         self.form: AnswerForm = JsonAnswer({"score": Number(low, high)})
-        form_told = ONE_SCORE.replace("%g", f"{low:g}", 1).replace("%g", f"{high:g}", 1)
+        form_text = ONE_SCORE.replace("%g", f"{low:g}", 1).replace("%g", f"{high:g}", 1)
         if schema is not None:
             self.form = _schema_form(schema, self.weights, name)
-            form_told = BY_SCHEMA + _without_slots(self.form.identity)
+            # The schema must not be taken for the places of question and answer.
+            slots_hidden = self.form.identity.replace("{question}", "(question)").replace("{answer}", "(answer)")
+            form_text = BY_SCHEMA + slots_hidden
             self.version = f"{JUDGE_PROMPT_VERSION} {self.form.identity}"  # the file's content decides, not its name
-        self.instructions = CRITERION + prompt.replace("{", "(").replace("}", ")") + MATERIAL + form_told
+        self.instructions = CRITERION + prompt.replace("{", "(").replace("}", ")") + MATERIAL + form_text
         self.parameters = {"temperature": temperature, "max_tokens": max_tokens}
         self._client = client_of(context, name, model)
 
     async def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """The score of the episode or of the tag's span, and its parts where there are several; none without an answer."""
-        client = needed(self._client, self.name)
-        if not episode.turns:
-            raise RewardFailure(f"episode {episode.id} has no response to judge")
-        text = episode.turns[-1].response.text
+        """The score of the episode or of the tag's span, and its parts where there are several."""
+        client, text = needed(self._client, self.name), last_response(episode)
         span = _span(text, self.tag) if self.tag else None
         if self.tag and span is None:
             raise RewardFailure(f"the response has no <{self.tag}>…</{self.tag}> to judge")
@@ -145,19 +139,19 @@ class Judge:
             answer=answer,
         )
         request = JudgeRequest(self.model, (message,), JUDGE_PROMPT_VERSION, self.form, self.parameters, video=self.video)
-        said = (await client.ask(request, about=(episode.id,), term=self.name)).value
-        value = sum(weight * float(said[field]) for field, weight in self.weights.items())
-        correct = None if self.correct_from is None else bool(value >= self.correct_from)
-        scope: Literal["episode", "span"] = "span" if span else "episode"
-        turn = len(episode.turns) - 1 if span else None
-        paid = Score(self.name, float(value), scope=scope, turn=turn, span=span, correct=correct)
+        given = (await client.ask(request, about=(episode.id,), term=self.name)).value
+        value = float(sum(weight * float(given[field]) for field, weight in self.weights.items()))
+        correct = None if self.correct_from is None else value >= self.correct_from
+        score = Score(self.name, value, correct=correct)
+        if span is not None:
+            score = replace(score, scope="span", turn=len(episode.turns) - 1, span=span)
         if len(self.weights) == 1:
-            return (paid,)
-        return (paid, *(Score(f"{self.name}/{field}", float(said[field]), weight=0.0) for field in self.weights))
+            return (score,)
+        return (score, *(Score(f"{self.name}/{field}", float(given[field]), weight=0.0) for field in self.weights))
 
 
 def _schema_form(schema: dict[str, Any] | str, weights: dict[str, float], name: str) -> SchemaAnswer:
-    """The form of a schema, or of the file that has it; RecipeError where answers cannot be held to it or paid by it."""
+    """The form of a schema, or of a file with one; RecipeError where answers cannot be checked or scored by it."""
     where = f"reward '{name}': schema"
     try:
         if isinstance(schema, str):
@@ -173,22 +167,13 @@ def _schema_form(schema: dict[str, Any] | str, weights: dict[str, float], name: 
     return form
 
 
-def _without_slots(text: str) -> str:
-    """A text whose words cannot be taken for the places of question and answer."""
-    return text.replace("{question}", "(question)").replace("{answer}", "(answer)")
-
-
 def _span(text: str, tag: str) -> tuple[int, int] | None:
-    """Where the last content of a tag stands, in bytes."""
+    """The byte range of the last content of a tag."""
     found = list(re.finditer(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL))
     if not found:
         return None
     start, end = found[-1].span(1)
     return len(text[:start].encode()), len(text[:end].encode())
-
-
-# The candidates are shuffled, by a key that depends on what they say alone, and numbered. With M of them the best is
-# paid 1, the worst 0, and place r (from 0) 1 - r / (M - 1). Answers that say the same are one candidate.
 
 
 RANKING_PROMPT_VERSION = "judge_ranking/1"
@@ -209,7 +194,10 @@ Reply with one JSON object and nothing else, the numbers of all candidates from 
 
 
 class JudgeRanking:
-    """Asks ``model`` to rank the last responses of a group by the criterion ``prompt``. ``media`` shows the question's."""
+    """Asks ``model`` to rank the last responses of a group by the criterion ``prompt``. ``media`` shows the question's.
+
+    With M candidates the best gets 1, the worst 0, and rank r (from 0) 1 - r / (M - 1). Equal answers are one candidate.
+    """
 
     caches_answers = True
 
@@ -234,14 +222,14 @@ class JudgeRanking:
         """A score for each episode that wrote anything."""
         client = needed(self._client, self.name)
         texts = [episode.turns[-1].response.text if episode.turns else "" for episode in episodes]
-        said = sorted({text for text in texts if text.strip()})
+        answers = sorted({text for text in texts if text.strip()})
         media = question_media(task, episodes[0]) if self.media else ()
         places = await rank(
-            client, self.model, self.prompt, question_text(task, episodes[0]), said, media, self.parameters,
+            client, self.model, self.prompt, question_text(task, episodes[0]), answers, media, self.parameters,
             tuple(episode.id for episode in episodes), self.name, RANKING_PROMPT_VERSION, self.video,
         )  # fmt: skip
-        paid = dict(zip(said, usefulness_of(places), strict=True))
-        return [Score(self.name, paid[text]) if text in paid else None for text in texts]
+        values = dict(zip(answers, usefulness_of(places), strict=True))
+        return [Score(self.name, values[text]) if text in values else None for text in texts]
 
 
 async def rank(
@@ -259,7 +247,10 @@ async def rank(
     *,
     partial: bool = False,
 ) -> list[int | None]:
-    """The place of each candidate, counted from 0; None for those a judge left out, where it may. One alone is first."""
+    """The rank of each candidate, counted from 0; None for those a judge left out, where it may. One alone is first.
+
+    Candidates are shown in an order that depends on the texts alone.
+    """
     count = len(candidates)
     if count < 2:
         return [0] * count
@@ -279,7 +270,7 @@ async def rank(
 
 
 def usefulness_of(places: Sequence[int | None]) -> list[float]:
-    """1 for the first of M candidates, 0 for the last, in equal steps; one alone: 1; who was left out: the others' mean."""
+    """1 for the first of M candidates, 0 for the last, in equal steps; one alone: 1; one left out: the others' mean."""
     count = len(places)
     ranked = [1.0 - place / (count - 1) if count > 1 else 1.0 for place in places if place is not None]
     mean = sum(ranked) / len(ranked) if ranked else 0.0

@@ -1,9 +1,7 @@
-"""Terms that are asked in workers of the run. The scorer asks them as any other, with its deadlines, retries and cache.
+"""Terms that run in worker processes of the run. The scorer asks them as any other, with its deadlines, retries and cache.
 
-A worker that dies is replaced, and what it was asked is asked again of another: the scorer hears nothing of it. A judgement
-over which a second one dies is given up, and the score is missing.
-
-What stays with the driver: terms that are plain computation (``instant``), and those that are given a context, since the
+A worker that dies is replaced and its question asked again, unseen by the scorer. A judgement over which a second worker
+dies is given up, and the score is missing. Instant terms stay with the driver, and terms that are given a context: the
 media and the judges of the run are the driver's.
 """
 
@@ -34,27 +32,25 @@ class PlacedTerm:
         self._term, self._number, self._workers = term, number, workers
 
     def score(self, task: Task, episode: Episode) -> Any:
-        """What the term says in some worker."""
-        return self._asked(task, (episode,))
+        return self._ask(task, (episode,))
 
-    def _asked(self, task: Task, episodes: tuple[Episode, ...]) -> Any:
+    def _ask(self, task: Task, episodes: tuple[Episode, ...]) -> Any:
         keys = judgement_keys(self.name, task, episodes, deterministic=getattr(self, "deterministic", True))
         return self._workers.ask((self._number, task, episodes), keys.content)
 
     def close(self) -> None:
-        """Close the driver's own, which was never asked."""
+        """Close the driver's own term, which was never asked."""
         closing = getattr(self._term, "close", None)
         if closing is not None:
             closing()
 
 
 class PlacedComparingTerm(PlacedTerm):
-    """A term that can say what it takes for the answer; that it does in place."""
+    """A comparing term; answers are extracted in place."""
 
     _term: ComparingTerm
 
     def extract(self, task: Task, episode: Episode) -> str | None:
-        """The answer as the term sees it."""
         return self._term.extract(task, episode)
 
 
@@ -62,12 +58,11 @@ class PlacedGroupTerm(PlacedTerm):
     """A term that is asked about a whole group."""
 
     def score_group(self, task: Task, episodes: Sequence[Episode]) -> Any:
-        """What the term says of them in some worker."""
-        return self._asked(task, tuple(episodes))
+        return self._ask(task, tuple(episodes))
 
 
 def placeable(section: RewardsSection, terms: Sequence[Term]) -> dict[int, tuple[str, dict[str, Any], str]]:
-    """Which of a recipe's terms workers can be asked for: by number their settings. Refused if none."""
+    """The settings of a recipe's terms that can run in workers, by number. RecipeError if there are none."""
     found, kept = {}, []
     for number, (asked, term) in enumerate(zip(section.terms, terms, strict=True)):
         if getattr(term, "instant", False):

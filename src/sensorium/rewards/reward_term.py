@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from sensorium.data.media_store import MediaStore
 from sensorium.rewards.judges.client import JudgeClient
+from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RewardFailure, TaskError
 from sensorium.vocabulary.task import Task
@@ -16,15 +17,17 @@ class RewardTerm(Protocol):
     """Scores one episode. Raises RewardFailure (or anything) when it cannot judge: that becomes a missing score.
 
     ``score`` returns a number, a Score, a tuple of Scores or ``{name: number}``; the scorer sets the weights. It may be
-    slow, or ``async``: it runs off the event loop under a deadline and is retried. A term with ``instant = True`` is plain
-    computation: it runs in place, and its scores are not kept in the ledger's cache of judgements. Without ``instant`` a
-    term is taken for slow. One with ``needs_answer = True`` cannot judge a task without an answer.
+    slow, or ``async``: it runs off the event loop under a deadline and is retried. Attributes a term may have:
 
-    A judgement is made once for equal content (``rewards/judgements.py``): ``version`` tells a term that has changed from
-    what it was, and ``deterministic = False`` says that equal content may be judged differently. ``caches_answers = True``:
-    it asks judges, whose answers are cached by content; it is asked about every episode, so that each has its transcript.
-    A term with a method ``recall_judgement(task, episodes, scores)`` is told when its scores, a tuple for each episode of a
-    call, came from the cache of judgements: ``remote`` then gives these episodes their transcripts.
+    - ``instant = True``: plain computation, which runs in place and is not cached. Without it a term is taken for slow.
+    - ``needs_answer = True``: it cannot judge a task without an answer.
+    - ``version``: changes whenever its judgements do, which are made once for equal content (``rewards/scorer.py``).
+    - ``deterministic = False``: equal content may be judged differently.
+    - ``caches_answers = True``: it asks judges, whose answers are cached by content. It is asked about every episode, so
+      that each has its transcript.
+    - ``recall_judgement(task, episodes, scores)``: called when its scores, a tuple for each episode of a call, came from
+      the cache: ``remote`` then gives these episodes their transcripts.
+
     A constructor with a keyword-only parameter ``context`` is given a RewardContext.
     """
 
@@ -36,8 +39,8 @@ class RewardTerm(Protocol):
 class GroupTerm(Protocol):
     """Scores the episodes of a group together: ``score_group`` returns a list with an entry for each, in their order.
 
-    An entry is what ``score`` may return, or None for no score. A term that has both methods is asked by this one. Episodes
-    that failed are not among those it gets.
+    An entry is what ``score`` may return, or None for no score. Of a term with both methods only this one is called.
+    Failed episodes are left out.
     """
 
     name: str
@@ -50,7 +53,7 @@ Term = RewardTerm | GroupTerm
 
 @runtime_checkable
 class ComparingTerm(RewardTerm, Protocol):
-    """A term that compares an answer with the known one, and can say what it takes for the answer.
+    """A term that compares an answer with the known one, and can extract that answer.
 
     ``extract`` gives the answer in the form in which it is compared: equal answers are equal texts, so that attempts at one
     task can vote. None where the episode gives no answer.
@@ -63,16 +66,19 @@ class ComparingTerm(RewardTerm, Protocol):
 class RewardContext:
     """Given to a term whose constructor (or function) has a keyword-only parameter ``context``.
 
-    ``store`` gives the pictures, videos and sounds that a task or an environment showed, ``judges`` asks the models of the
-    recipe's section ``judges``.
+    ``store`` holds the media of tasks and environments; ``judges`` asks the models of the recipe's section ``judges``.
     """
 
     store: MediaStore
     judges: JudgeClient | None = None
 
 
-BRACE = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
-"""An opening box, an escaped character, or a brace."""
+BRACE = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)  # an opening box, an escaped character, or a brace
+
+
+def question_messages(task: Task, episode: Episode) -> Sequence[Message]:
+    """The messages of the question: the task's, or the first observation of its environment."""
+    return task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ()))
 
 
 def last_response(episode: Episode) -> str:

@@ -1,4 +1,9 @@
-"""Scoring: every term judges every episode, under a deadline, and a judge that fails gives a missing score."""
+"""Scoring: every term judges every episode, under a deadline; a judge that fails gives a missing score.
+
+Invariants: a judgement takes at most (retries + 1) · (deadline + wait) once it has a worker thread, and errors name its
+term. Slow terms run in daemon threads, so a judge that never returns neither stops the run nor keeps the process alive.
+Their judgements, missing ones included, are cached: a resumed run meets the same ones, and equal content is judged once.
+"""
 
 import asyncio
 import hashlib
@@ -14,8 +19,8 @@ from typing import Any, Protocol, Self, TypeGuard, cast, get_args
 from sensorium.cluster.event_loop import first_error, side_by_side
 from sensorium.cluster.pool import CallOverdue, WorkerFailure, WorkerPool
 from sensorium.data.lru import LRU
+from sensorium.rewards.judges.request import message_contents
 from sensorium.rewards.reward_term import ComparingTerm, GroupTerm, RewardTerm, Term
-from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.errors import (
     JudgeOffline,
@@ -30,138 +35,93 @@ from sensorium.vocabulary.plain import attempt, number_of, printable, shown, tex
 from sensorium.vocabulary.score import Scope, Score
 from sensorium.vocabulary.task import Task
 
-# A term may return a number, one Score, a tuple or list of Scores, or ``{name: number}``, one score each. True and
-# False are the numbers 1 and 0, and also say right or wrong, alone and in ``{name: …}``; a Score without a name gets
-# the term's.
-
-
+Scores = tuple[Score, ...]
 SCOPES: tuple[str, ...] = get_args(Scope)
 FORMS = "a number, a Score, a tuple of Scores, True or False, or {name: number}"
+JUDGEMENTS_IN_MEMORY = 100_000
+
+# Errors of the code itself. KeyError, IndexError and ValueError are left out: a service's odd answer raises those.
+PROGRAMMING_ERRORS = (AttributeError, NameError, TypeError, ImportError, SyntaxError, NotImplementedError)
 
 
-def scores_of(name: str, returned: Any, episode: Episode, others: Container[str] = ()) -> tuple[Score, ...]:
-    """The scores of the term ``name``; ``others`` are the names of the other terms. RewardFailure if they are none.
+def scores_of(name: str, returned: Any, episode: Episode, others: Container[str] = ()) -> Scores:
+    """The scores that the term ``name`` returned in one of FORMS; RewardFailure for anything else.
 
-    A value that is not finite is missing.
+    True and False are 1 and 0 and also say right or wrong; a Score without a name gets the term's. A value that is not
+    finite is missing. ``others`` are the names of the other terms, which a score may not have.
     """
-    scores, error = attempt(_checked, name, returned, episode, others)
-    if error is not None:  # of ours, or of what was returned: a mapping may raise when it is read
-        told = printable(str(error)) if type(error) is ValueError else words(error)
-        raise RewardFailure(f"reward term '{name}': {told}") from error
-    unsaid = f"reward term '{name}' gave no value and said no reason"
-    return tuple(replace(s, reason=unsaid) if s.value is None and not s.reason else s for s in scores)
+    scores, error = attempt(_read_scores, name, returned, episode, others)
+    if error is not None:  # ours, or raised by the returned object itself while it was read
+        problem = printable(str(error)) if type(error) is ValueError else words(error)
+        raise RewardFailure(f"reward term '{name}': {problem}") from error
+    return tuple(scores)
 
 
-def group_scores_of(
-    name: str, returned: Any, episodes: Sequence[Episode], others: Container[str] = ()
-) -> list[tuple[Score, ...]]:
-    """The scores of each episode of a group. RewardFailure if they are no list with an entry for each.
-
-    An entry that is none of the forms is that episode's missing score.
-    """
-    listed, _ = attempt(lambda: returned.tolist() if getattr(returned, "shape", ()) else returned)
-    if not isinstance(listed, list | tuple) or len(listed) != len(episodes):
-        raise RewardFailure(
-            f"reward term '{name}': score_group must return a list of {len(episodes)} entries, one for each episode, not "
-            f"{shown(returned)}"
-        )
-    found = []
-    for entry, episode in zip(listed, episodes, strict=True):
+def _read_scores(name: str, returned: Any, episode: Episode, others: Container[str]) -> list[Score]:
+    scores: list[Score] = []
+    if isinstance(returned, Mapping):
+        for key, value in returned.items():
+            try:
+                part = text_of(key)
+                scores.append(Score(part if part == name else f"{name}/{part}", number_of(value), correct=_verdict(value)))
+            except ValueError as error:
+                raise ValueError(
+                    f"it returned an object in which {error}; its keys are texts and its values numbers"
+                ) from error
+    elif isinstance(returned, Score):
+        scores = [_plain(returned, name)]
+    elif isinstance(returned, list | tuple) and all(isinstance(score, Score) for score in returned):
+        scores = [_plain(score, name) for score in returned]
+    elif returned is not None and not isinstance(returned, list | tuple):
         try:
-            found.append(scores_of(name, entry, episode, others) if entry is not None else (_unsaid(name),))
-        except RewardFailure as refused:
-            found.append((Score(name, None, reason=str(refused)),))
-    return found
-
-
-def _unsaid(name: str) -> Score:
-    return Score(name, None, reason=f"reward term '{name}' gave no score")
-
-
-def _checked(name: str, returned: Any, episode: Episode, others: Container[str]) -> tuple[Score, ...]:
-    scores = _scores(name, returned)
-    for score in scores:
-        _refuse_misplaced(score, episode)
+            scores = [Score(name, number_of(returned), correct=_verdict(returned))]
+        except ValueError as error:
+            raise ValueError(f"it must return {FORMS}, and {error}") from error
+    if not scores:
+        raise ValueError(f"it must return {FORMS}, not {shown(returned)}")
+    for place, score in enumerate(scores):
         if score.name != name and score.name in others:
             raise ValueError(f"a score is named '{score.name}', which is the name of another term")
+        _check_position(score, episode)
+        if score.value is None:
+            scores[place] = replace(score, reason=score.reason or f"reward term '{name}' gave no value and no reason")
+        elif not isfinite(score.value):
+            scores[place] = replace(score, value=None, correct=None, reason=f"the value {score.value} is not finite")
     return scores
 
 
-def _scores(name: str, returned: Any) -> tuple[Score, ...]:
-    if isinstance(returned, Score):
-        return (_plain(returned, name),)
-    if isinstance(returned, Mapping):
-        return tuple(_named(name, key, value) for key, value in returned.items()) or _refuse(returned)
-    if isinstance(returned, list | tuple):
-        if not returned or not all(isinstance(score, Score) for score in returned):
-            _refuse(returned)
-        return tuple(_plain(score, name) for score in returned)
-    if returned is None:
-        _refuse(returned)
-    try:
-        return (_finite(Score(name, number_of(returned), correct=_verdict(returned))),)
-    except ValueError as error:
-        raise ValueError(f"it must return {FORMS}, and {error}") from error
-
-
 def _verdict(returned: Any) -> bool | None:
-    """What a bool of Python, numpy or torch says; None of any other number."""
+    """Right or wrong by a bool of Python, numpy or torch; None for any other number."""
     is_bool = isinstance(returned, bool) or str(getattr(returned, "dtype", "")) in ("bool", "torch.bool")
     return truth_of(returned) if is_bool else None
 
 
-def _refuse(returned: Any) -> tuple[Score, ...]:
-    raise ValueError(f"it must return {FORMS}, not {shown(returned)}")
-
-
-def _named(term: str, key: Any, value: Any) -> Score:
-    try:
-        name = text_of(key)
-        return _finite(Score(name if name == term else f"{term}/{name}", number_of(value), correct=_verdict(value)))
-    except ValueError as error:
-        raise ValueError(f"it returned an object in which {error}; its keys are texts and its values numbers") from error
-
-
 def _plain(score: Score, term: str) -> Score:
-    """A score whose fields are of the types they are declared with; without a name it has the term's."""
-    field = ""
-    try:
-        field = "name"
-        name = text_of(score.name) or term
-        field = "value"
-        value = None if score.value is None else number_of(score.value)
-        field = "correct"
-        correct = None if score.correct is None else truth_of(score.correct)
-        field = "turn"
-        turn = None if score.turn is None else whole_of(score.turn)
-        field = "span"
-        span = None if score.span is None else _span(score.span)
-    except ValueError as error:
-        raise ValueError(f"the {field} of a score: {error}") from error
+    """A score whose fields have the types they are declared with; without a name it has the term's."""
+
+    def span_of(span: Any) -> tuple[int, int]:
+        if not isinstance(span, list | tuple) or len(span) != 2:
+            raise ValueError(f"{shown(span)} is no pair of byte offsets")
+        return whole_of(span[0]), whole_of(span[1])
+
+    plain: dict[str, Any] = {}
+    readers = {"name": text_of, "value": number_of, "correct": truth_of, "turn": whole_of, "span": span_of}
+    for field, read in readers.items():
+        given = getattr(score, field)
+        try:
+            plain[field] = None if given is None and field != "name" else read(given)
+        except ValueError as error:
+            raise ValueError(f"the {field} of a score: {error}") from error
     if not isinstance(score.scope, str) or score.scope not in SCOPES:
         raise ValueError(f"the scope of a score is one of {', '.join(SCOPES)}, not {shown(score.scope)}")
     reason = printable(score.reason) if isinstance(score.reason, str) else shown(score.reason)
-    paid = 0.0 if isinstance(score.weight, int | float) and score.weight == 0 else 1.0  # 0: measured and not paid
-    return _finite(Score(name, value, paid, scope=score.scope, turn=turn, span=span, correct=correct, reason=reason))
+    weight = 0.0 if isinstance(score.weight, int | float) and score.weight == 0 else 1.0  # 0: measured, not rewarded
+    plain["name"] = plain["name"] or term
+    return Score(**plain, weight=weight, scope=score.scope, reason=reason)
 
 
-def _span(span: Any) -> tuple[int, int]:
-    if not isinstance(span, list | tuple) or len(span) != 2:
-        raise ValueError(f"{shown(span)} is no pair of byte places")
-    return whole_of(span[0]), whole_of(span[1])
-
-
-def _finite(score: Score) -> Score:
-    if score.value is None or isfinite(score.value):
-        return score
-    return Score(
-        score.name, None, score.weight, scope=score.scope, turn=score.turn, span=score.span,
-        reason=f"the value {score.value} is not finite",
-    )  # fmt: skip
-
-
-def _refuse_misplaced(score: Score, episode: Episode) -> None:
-    """Refuse a score that speaks of a turn or span that is not there."""
+def _check_position(score: Score, episode: Episode) -> None:
+    """Refuse a score of a turn or span that does not exist."""
     turns = len(episode.turns)
     if score.scope == "episode":
         return
@@ -175,50 +135,27 @@ def _refuse_misplaced(score: Score, episode: Episode) -> None:
             raise ValueError(f"it judged the bytes {score.span} of a response of {size} bytes")
 
 
-# What a judgement is known by: the term (its name in the recipe, its options, its ``version``), the task (all of it),
-# and of the episode what was shown, said and paid: texts, media, number of tokens, pay, info, status. A term that looks
-# at anything else, or draws, says ``deterministic = False``; then it is also known by the episode's id, and equal texts
-# are judged apart. A missing score is known by the episode as well: that a judge was away is repeated when a run
-# resumes, and not held against the same words in another episode. Example: episodes a and b of a task both say "cat".
-# The judge is asked about a; b gets the same scores from the cache. If the judge failed for a, a resumed run repeats
-# that a's score is missing, and a later episode that says "cat" is judged anew.
-
-
-Scores = tuple[Score, ...]
-
-
 class JudgementCache(Protocol):
-    """Where judgements of slow terms are kept (a run's ledger)."""
+    """Where judgements of slow terms are kept: a run's ledger, or an LRU in memory."""
 
     def get(self, key: str) -> Scores | None: ...
 
     def put(self, key: str, scores: Scores) -> None: ...
 
 
-class JudgementMemory:
-    """Judgements in memory, for whoever keeps no ledger; the least recently used go first."""
-
-    def __init__(self, most: int = 100_000) -> None:
-        self._kept: LRU[str, Scores] = LRU(most)
-
-    def get(self, key: str) -> Scores | None:
-        """A judgement received earlier."""
-        return self._kept.get(key)
-
-    def put(self, key: str, scores: Scores) -> None:
-        """Keep a judgement."""
-        self._kept.put(key, scores)
-
-
 @dataclass(frozen=True)
 class JudgementKeys:
-    """The keys of what one call judges, episode by episode: by content, and by the episode itself."""
+    """The cache keys of one call, one for each episode: by content, and by content and episode id.
+
+    Example: episodes a and b of a task both say "cat". The judge is asked about a; b gets the same scores from the cache.
+    Had the judge failed for a, the missing score would be kept for a alone: a resumed run repeats it, and b is judged.
+    """
 
     content: tuple[str, ...]
     own: tuple[str, ...]
 
     def look_up(self, cache: JudgementCache) -> list[Scores] | None:
-        """What is known of every episode; None if anything is not."""
+        """The cached scores of every episode; None if any has none."""
         found = []
         for own, content in zip(self.own, self.content, strict=True):
             scores = cache.get(own)
@@ -229,74 +166,56 @@ class JudgementKeys:
         return found
 
     def keep(self, cache: JudgementCache, judged: Sequence[Scores]) -> None:
-        """Keep what was found, and that something is missing with the episode alone."""
+        """Cache the scores; missing ones for their episode alone."""
         for own, content, scores in zip(self.own, self.content, judged, strict=True):
             cache.put(own if any(score.missing for score in scores) else content, scores)
 
 
 def judgement_keys(term: str, task: Task, episodes: Sequence[Episode], *, deterministic: bool = True) -> JudgementKeys:
-    """The keys of a call; ``term`` is all that tells one term from another. A call about several is one judgement."""
-    whole = _digest([term, _task(task), [_episode(episode) for episode in episodes]])
+    """The keys of one call of the term with this identity: by all of the task and all that the episodes hold.
+
+    A term that looks at anything else, or samples, has ``deterministic = False``: then the episode's id counts as well.
+    """
+    played = []
+    for episode in episodes:
+        turns = []
+        for turn in episode.turns:
+            text, tokens = turn.response.text, len(turn.response.tokens)
+            turns.append([message_contents(turn.observation), text, tokens, turn.reward, turn.parts, turn.info])
+        played.append([episode.status.value, message_contents(episode.head), turns, episode.info])
+    whole = _digest([term, _task(task), played])
     content = [_digest([whole, i]) for i in range(len(episodes))]
     own = [_digest([key, episode.id]) for key, episode in zip(content, episodes, strict=True)]
     return JudgementKeys(tuple(content if deterministic else own), tuple(own))
 
 
 def term_identity(name: str, options: Any, version: Any) -> str:
-    """What tells a term from another: its name in a recipe, its options and its version."""
-    return _written([name, options, str(version)])
+    """The identity of a term in the cache: its name in the recipe, its options and its version."""
+    return _as_json([name, options, str(version)])
 
 
 def task_digest(task: Task) -> str:
-    """A digest of all that a task says and shows; a medium counts by what it is, wherever it lay."""
+    """A digest of everything in a task; media count by content, wherever they lie."""
     return _digest(_task(task))
 
 
 def _task(task: Task) -> list[Any]:
     spec = task.environment
     played = None if spec is None else [spec.name, dict(spec.options), spec.seed]
-    return [task.id, _messages(task.messages), task.answer, played, list(task.demonstration), dict(task.metadata)]
+    return [task.id, message_contents(task.messages), task.answer, played, list(task.demonstration), dict(task.metadata)]
 
 
-def _episode(episode: Episode) -> list[Any]:
-    turns = [
-        [_messages(turn.observation), turn.response.text, len(turn.response.tokens), turn.reward, turn.parts, turn.info]
-        for turn in episode.turns
-    ]
-    return [episode.status.value, _messages(episode.head), turns, episode.info]
-
-
-def _messages(messages: Sequence[Message]) -> list[Any]:
-    """Who said what; a medium by what it is, wherever it lay."""
-    return [
-        [message.role, [[block.text] if isinstance(block, Text) else [block.kind, block.key] for block in message.content]]
-        for message in messages
-    ]
-
-
-def _written(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=repr)
 
 
 def _digest(value: Any) -> str:
-    return hashlib.blake2b(_written(value).encode(), digest_size=16).hexdigest()
-
-
-# Invariants: a judgement is waited for at most (retries + 1) · (deadline + wait), once it has a place among those that
-# run, and the wait names its term. Slow terms run in the daemon threads of a pool, so a judge that never returns can
-# neither stop the run nor keep the process alive; their judgements, missing ones included, go to the cache, so that a
-# resumed run meets the same ones, and equal content is judged once (``judgements.py``). That a term had to be asked
-# again is counted, and said the first time and whenever it is ten times as often. A programming error in a term is said
-# likewise, and not tried again.
-
-
-PROGRAMMING_ERRORS = (AttributeError, NameError, TypeError, ImportError, SyntaxError, NotImplementedError)
-"""Errors of the code itself. KeyError, IndexError and ValueError are left out: a service's odd answer raises those."""
+    return hashlib.blake2b(_as_json(value).encode(), digest_size=16).hexdigest()
 
 
 @dataclass
 class TermCounts:
-    """One term since the counts were last taken: calls made, their seconds, calls made again, scores that are missing."""
+    """One term since the counts were last taken: calls, their seconds, retries, missing scores."""
 
     calls: int = 0
     retries: int = 0
@@ -312,9 +231,9 @@ class TermCounts:
 
 
 class Scorer:
-    """Runs reward terms over episodes. ``noted`` hears, in a line, that a term has to be asked again.
+    """Runs reward terms over episodes. ``noted`` is called with a line of text when a term has to be asked again.
 
-    ``identities`` says by term name what else tells its judgements apart: options and version (``term_identity``).
+    ``identities`` by term name: what tells its judgements from those of other terms (``term_identity``).
     """
 
     def __init__(
@@ -329,7 +248,7 @@ class Scorer:
     ) -> None:
         self.terms = tuple(terms)
         self.deadline_s, self.retries, self.retry_wait_s = deadline_s, retries, retry_wait_s
-        self.judgements: JudgementCache = JudgementMemory() if judgements is None else judgements
+        self.judgements: JudgementCache = LRU(JUDGEMENTS_IN_MEMORY) if judgements is None else judgements
         self._identities = identities or {}
         self._running: dict[str, asyncio.Future[list[Scores] | None]] = {}
         self.noted: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2)
@@ -344,7 +263,7 @@ class Scorer:
         return (await self.score_group(Group(episode.group_id, task, (episode,)))).episodes[0]
 
     async def score_group(self, group: Group) -> Group:
-        """The group with a score from every term for every episode. One that failed or was aborted is judged by none."""
+        """The group with a score from every term for every episode; failed and aborted episodes get missing scores."""
         sound = [episode for episode in group.episodes if episode.status not in (Status.FAILED, Status.ABORTED)]
         found = await self._judged(group.task, sound) if sound else {}
         places = {id(episode): place for place, episode in enumerate(sound)}
@@ -362,25 +281,27 @@ class Scorer:
         return replace(group, episodes=tuple(episodes))
 
     async def _judged(self, task: Task, episodes: Sequence[Episode]) -> dict[str, list[Scores]]:
-        """What each term says of each episode: slow ones side by side, instant ones in place."""
-        slow = [(term, call) for term, _ in self.terms if not _instant(term) for call in _calls(term, episodes)]
-        asked = await side_by_side(self._kept(term, task, call) for term, call in slow) if slow else []
+        """The scores of each episode by term: slow terms side by side in threads, instant ones in place."""
+        slow: list[tuple[Term, Sequence[Episode]]] = []
+        instant: list[tuple[Term, Sequence[Episode]]] = []
+        for term, _ in self.terms:
+            calls = [episodes] if judges_groups(term) else [(episode,) for episode in episodes]
+            (instant if _is_instant(term) else slow).extend((term, call) for call in calls)
+        asked = await side_by_side(self._cached(term, task, call) for term, call in slow) if slow else []
         found: dict[str, list[Scores]] = {term.name: [] for term, _ in self.terms}
         for (term, _), scores in zip(slow, asked, strict=True):
             found[term.name] += scores
-        for term, _ in self.terms:
-            if _instant(term):
-                for call in _calls(term, episodes):
-                    found[term.name] += self._in_place(term, task, call)
+        for term, call in instant:
+            found[term.name] += self._asked_in_place(term, task, call)
         return found
 
     @property
     def comparing(self) -> ComparingTerm | None:
-        """The first term that compares answers: its word counts for what the answer is."""
+        """The first term that compares answers; it decides what the answer of an episode is."""
         return next((term for term, _ in self.terms if isinstance(term, ComparingTerm)), None)
 
     def extract(self, task: Task, episode: Episode) -> str | None:
-        """The answer of a scored episode, as the comparing term sees it; None where it gave none or could not be judged."""
+        """The answer of a scored episode by the comparing term; None if it gave none or could not be judged."""
         term = self.comparing
         if term is None or not episode.turns or any(s.missing for s in episode.scores if s.name == term.name):
             return None
@@ -388,13 +309,13 @@ class Scorer:
         return printable(answer) if error is None and isinstance(answer, str) else None
 
     def take_counts(self) -> dict[str, TermCounts]:
-        """What was counted of each term since the last call."""
+        """The counts by term name since the last call."""
         taken, self._counts = self._counts, {name: TermCounts() for name in self._names}
         return taken
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the slow terms since counts were last taken: seconds of a call (mean and longest), and calls made again."""
-        slow = [term.name for term, _ in self.terms if not _instant(term)]
+        """For each slow term since counts were last taken: retries, and seconds of a call (mean and longest)."""
+        slow = [term.name for term, _ in self.terms if not _is_instant(term)]
         row: dict[str, float] = {}
         for name, counted in self.take_counts().items():
             if name in slow:
@@ -405,7 +326,7 @@ class Scorer:
         return row
 
     def close(self) -> None:
-        """Let terms that hold processes or connections give them back; one that hangs in this is not waited for."""
+        """Close the terms that hold processes or connections, each within the deadline."""
         for term, _ in self.terms:
             closing = getattr(term, "close", None)
             if closing is None:
@@ -419,8 +340,8 @@ class Scorer:
                 self.noted(f"reward term '{term.name}' could not be closed: {problem}.")
         self._pool.close()
 
-    def _in_place(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
-        """Ask a term that is plain computation; it has no event loop to wait in."""
+    def _asked_in_place(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
+        """Ask an instant term; there is no event loop here, so it cannot be async."""
         returned, error = attempt(asked_of, term, task, episodes)
         awaitable, unreadable = attempt(isawaitable, returned)
         error = error or unreadable
@@ -435,31 +356,51 @@ class Scorer:
         return _missing(term, _reason(error), episodes)
 
     def _scores(self, term: Term, returned: Any, episodes: Sequence[Episode]) -> list[Scores]:
-        if judges_groups(term):
-            return group_scores_of(term.name, returned, episodes, self._names)
-        return [scores_of(term.name, returned, episodes[0], self._names)]
-
-    async def _kept(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
-        """What a slow term says: from the cache, from an equal call that runs at this moment, or by asking it."""
-        by_content = getattr(term, "deterministic", True) and not getattr(term, "caches_answers", False)
-        keys = judgement_keys(self._identities.get(term.name, term.name), task, episodes, deterministic=by_content)
-        known = keys.look_up(self.judgements)
-        if known is not None:
-            await self._recalled(term, task, episodes, known)
-            return known
-        running = self._running.get(keys.content[0])
-        if running is None:
-            return await self._ask_for_all(term, task, episodes, keys)
-        found = await asyncio.shield(running)
-        if found is None or any(score.missing for scores in found for score in scores):
-            found = await self._persistently(term, task, episodes)  # that it failed for another says nothing of this one
-            keys.keep(self.judgements, found)
-        else:
-            await self._recalled(term, task, episodes, found)
+        """The scores of each episode of a call; an entry of a group that is none of FORMS is a missing score."""
+        if not judges_groups(term):
+            return [scores_of(term.name, returned, episodes[0], self._names)]
+        listed, _ = attempt(lambda: returned.tolist() if getattr(returned, "shape", ()) else returned)
+        if not isinstance(listed, list | tuple) or len(listed) != len(episodes):
+            raise RewardFailure(
+                f"reward term '{term.name}': score_group must return a list of {len(episodes)} entries, one for each "
+                f"episode, not {shown(returned)}"
+            )
+        found: list[Scores] = []
+        for entry, episode in zip(listed, episodes, strict=True):
+            try:
+                if entry is None:
+                    raise RewardFailure(f"reward term '{term.name}' gave no score")
+                found.append(scores_of(term.name, entry, episode, self._names))
+            except RewardFailure as refused:
+                found.append((Score(term.name, None, reason=str(refused)),))
         return found
 
-    async def _recalled(self, term: Term, task: Task, episodes: Sequence[Episode], known: list[Scores]) -> None:
-        """Tell a term that wants to hear it that scores of its own were found in the cache."""
+    async def _cached(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
+        """The scores of a slow term: from the cache, from an equal call that is running, or by asking it."""
+        by_content = getattr(term, "deterministic", True) and not getattr(term, "caches_answers", False)
+        keys = judgement_keys(self._identities.get(term.name, term.name), task, episodes, deterministic=by_content)
+        found = keys.look_up(self.judgements)
+        running = self._running.get(keys.content[0])
+        if found is None and running is not None:
+            found = await asyncio.shield(running)
+            if found is None or any(score.missing for scores in found for score in scores):
+                found = await self._persistently(term, task, episodes)  # its failure says nothing about this episode
+                keys.keep(self.judgements, found)
+                return found
+        if found is not None:
+            await self._recall(term, task, episodes, found)
+            return found
+        running = self._running[keys.content[0]] = asyncio.get_running_loop().create_future()
+        try:
+            found = await self._persistently(term, task, episodes)
+            keys.keep(self.judgements, found)
+            return found
+        finally:
+            del self._running[keys.content[0]]
+            running.set_result(found)  # None if this call was cancelled
+
+    async def _recall(self, term: Term, task: Task, episodes: Sequence[Episode], known: list[Scores]) -> None:
+        """Report cached scores to a term that has ``recall_judgement``."""
         recall = getattr(term, "recall_judgement", None)
         if recall is None:
             return
@@ -469,42 +410,33 @@ class Scorer:
         except WorkerFailure as failure:
             problem = f"it {failure}"
         if problem:
-            self.noted(f"reward term '{term.name}' could not recall a judgement, whose scores stand: {problem}.")
-
-    async def _ask_for_all(self, term: Term, task: Task, episodes: Sequence[Episode], keys: JudgementKeys) -> list[Scores]:
-        """Ask, and let whoever wants the same judgement meanwhile wait for it; None if this one is cancelled."""
-        running = self._running[keys.content[0]] = asyncio.get_running_loop().create_future()
-        found = None
-        try:
-            found = await self._persistently(term, task, episodes)
-            keys.keep(self.judgements, found)
-            return found
-        finally:
-            del self._running[keys.content[0]]
-            running.set_result(found)
+            self.noted(f"reward term '{term.name}' could not recall a judgement, whose scores remain: {problem}.")
 
     async def _persistently(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores]:
-        """Ask until it answers or the retries are spent. Not again: a task or code at fault, a refusal, work given up."""
+        """Ask until it answers or retries run out. No retry for a faulty task or code, a refusal, or work given up."""
         for tries in range(1, self.retries + 2):
             found = await self._asked(term, task, episodes)
             if isinstance(found, list):
                 return found
             reason = _reason(found) + (f" (tried {tries} times)" if tries > 1 else "")
+            subject = f"reward term '{term.name}'"
             if isinstance(found, WorkGivenUp):
-                ids = ", ".join(episode.id for episode in episodes)
-                self.noted(f"reward term '{term.name}' gives no score to {ids}: {reason}.")
+                self.noted(f"{subject} gives no score to {', '.join(episode.id for episode in episodes)}: {reason}.")
             if is_programming_error(found):
-                self._note_programming_error(term.name, reason)
+                problem = "has an error in its code and is not asked again for that episode"
+                self._note_rarely(self._broken, term.name, f"{subject} {problem}: {reason}.")
                 break
             if isinstance(found, TaskError | JudgeRefusal | WorkGivenUp):
                 break
             if tries <= self.retries:
-                self._note_retry(term.name, reason)
+                self._counts[term.name].retries += 1
+                counter = f"retries/{term.name} in the metrics counts on."
+                self._note_rarely(self._retried, term.name, f"{subject} failed and is asked again: {reason}. {counter}")
                 await asyncio.sleep(self.retry_wait_s)
         return _missing(term, reason, episodes)
 
     async def _asked(self, term: Term, task: Task, episodes: Sequence[Episode]) -> list[Scores] | BaseException:
-        """The scores of one call in a thread, or what went wrong."""
+        """The scores of one call in a thread, or its error."""
         try:
             call = await self._pool.call(lambda: asked_of(term, task, episodes), self.deadline_s)
         except CallOverdue as overdue:
@@ -514,7 +446,7 @@ class Scorer:
             return RewardFailure(f"{refused}, so '{term.name}' was not asked")
         self._counts[term.name].add(call.seconds)
         if isinstance(call.error, JudgeOffline | RecordError | WorkersLost):
-            raise call.error  # a missing score would hide that the run is not repeated, or that it cannot go on
+            raise call.error  # a missing score would hide that the run is not repeated, or that it cannot continue
         if call.error is not None:
             return call.error
         try:
@@ -522,28 +454,17 @@ class Scorer:
         except RewardFailure as refused:
             return refused
 
-    def _note_retry(self, name: str, reason: str) -> None:
-        self._counts[name].retries += 1
-        self._retried[name] = times = self._retried[name] + 1
-        if times == 1:
-            self.noted(
-                f"reward term '{name}' failed and is asked again: {reason}. retries/{name} in the metrics counts on."
-            )
-        elif _ten_times_as_often(times):
-            self.noted(f"reward term '{name}' was asked again {times} times by now; the last time: {reason}.")
-
-    def _note_programming_error(self, name: str, reason: str) -> None:
-        self._broken[name] = times = self._broken[name] + 1
-        if times == 1:
-            self.noted(f"reward term '{name}' has an error in its code and is not asked again for that episode: {reason}.")
-        elif _ten_times_as_often(times):
-            self.noted(f"reward term '{name}' met errors in its code {times} times by now; the last: {reason}.")
+    def _note_rarely(self, counts: dict[str, int], name: str, text: str) -> None:
+        """Note the 1st, 10th, 100th … event of a term."""
+        counts[name] += 1
+        if str(counts[name]).strip("0") == "1":
+            self.noted(text if counts[name] == 1 else f"{text} That was the {counts[name]}th time.")
 
 
 def is_programming_error(error: BaseException) -> bool:
-    """True for an error of a term's code that trying again cannot mend.
+    """True for an error of a term's code that a retry cannot fix.
 
-    What a service sent may raise two of them too, and is tried again: an attribute or item of an answer that is None
+    Two of them may come from what a service sent, and are retried: an attribute or item of an answer that is None
     ('NoneType' object …), and text of the answer that does not parse as Python (its file is called '<unknown>').
     """
     if not isinstance(error, PROGRAMMING_ERRORS) or "NoneType" in words(error):
@@ -557,61 +478,51 @@ def judges_groups(term: Term) -> TypeGuard[GroupTerm]:
 
 
 def asked_of(term: Term, task: Task, episodes: Sequence[Episode]) -> Any:
-    """What a term returns for the episodes of one call."""
+    """The return value of a term for the episodes of one call."""
     if judges_groups(term):
         return term.score_group(task, tuple(episodes))
     return cast(RewardTerm, term).score(task, episodes[0])
-
-
-def _calls(term: Term, episodes: Sequence[Episode]) -> list[Sequence[Episode]]:
-    """The episodes of each call that a term needs: all of them at once, or one at a time."""
-    return [episodes] if judges_groups(term) else [(episode,) for episode in episodes]
 
 
 def _missing(term: Term, reason: str, episodes: Sequence[Episode]) -> list[Scores]:
     return [(Score(term.name, None, reason=reason),) for _ in episodes]
 
 
-def _ten_times_as_often(times: int) -> bool:
-    """True for 1, 10, 100…"""
-    return str(times).strip("0") == "1"
-
-
-def _instant(term: Term) -> bool:
+def _is_instant(term: Term) -> bool:
     return bool(getattr(term, "instant", False))
 
 
 def _reason(error: BaseException) -> str:
-    told = isinstance(error, RewardFailure | TaskError | WorkGivenUp) and str(error)
-    return printable(str(error)) if told else words(error)
-
-
-# Invariant: what comes out is a function of what went in. In which order groups were begun or ended shows nowhere.
+    ours = isinstance(error, RewardFailure | TaskError | WorkGivenUp) and str(error)
+    return printable(str(error)) if ours else words(error)
 
 
 class GroupScoring:
-    """``async with GroupScoring(scorer) as scoring: scoring.begin(group); …; groups = await scoring.finish()``."""
+    """Scores groups as they come: ``async with GroupScoring(scorer) as scoring: scoring.begin(group); …``.
+
+    Invariant: ``await scoring.finish()`` does not depend on the order in which groups began or ended.
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._crowd = asyncio.TaskGroup()
+        self._tasks = asyncio.TaskGroup()
         self._running: dict[str, asyncio.Task[Group]] = {}
 
     async def __aenter__(self) -> Self:
-        await self._crowd.__aenter__()
+        await self._tasks.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self._crowd.__aexit__(kind, error, trace)
+            await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as failed:
             raise first_error(failed) from failed
 
     def begin(self, group: Group) -> None:
-        """Score a group from now on."""
-        self._running[group.id] = self._crowd.create_task(self._scorer.score_group(group))
+        """Start to score a group."""
+        self._running[group.id] = self._tasks.create_task(self._scorer.score_group(group))
 
     async def finish(self) -> dict[str, Group]:
         """All groups that were begun, scored, by id."""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -17,10 +17,17 @@ from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 THINK_AND_ANSWER = {"think": 0.25, "answer": 0.75}
+LETTER = re.compile(
+    r"\s*(?:(?:option|choice|answer)\s*:?\s*)?[(\[]?\s*([a-z])\s*(?:[)\].:,].*|$)", re.IGNORECASE | re.DOTALL
+)
+ONE_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d*|\.\d+)?(?:(?<=[\d.])e[-+]?\d+)?"
+NUMBER = re.compile(rf"(?<![\w.])(?=[-+]?\.?\d)({ONE_NUMBER})(?:\s*/\s*({ONE_NUMBER}))?", re.IGNORECASE | re.ASCII)
+STAMP = re.compile(r"\[(\d{1,3}):(\d{2})(?:\s*-\s*(\d{1,3}):(\d{2}))?\]")
+MOST_MINUTES = 599
 
 
 class Format:
-    """Pays each tag that is opened and closed its part; several turns pay their mean. Says nothing of right or wrong.
+    """Rewards each tag that is opened and closed with its part; several turns get their mean. Says nothing of correctness.
 
     ``tags: {answer: 1.0}`` asks for the answer alone.
     """
@@ -34,22 +41,10 @@ class Format:
             raise RecipeError(f"reward '{name}': tags is empty; name at least one, as in {{answer: 1.0}}.")
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """One score for the episode."""
-        if not episode.turns:
-            raise RewardFailure(f"episode {episode.id} has no response to score")
-        paid = [self.paid(turn.response.text) for turn in episode.turns]
-        return (Score(self.name, sum(paid) / len(paid)),)
-
-    def paid(self, text: str) -> float:
-        """What one response earns."""
-        return sum(part for tag, part in self.tags.items() if tagged(text, tag) is not None)
-
-
-LETTER = re.compile(
-    r"\s*(?:(?:option|choice|answer)\s*:?\s*)?[(\[]?\s*([a-z])\s*(?:[)\].:,].*|$)", re.IGNORECASE | re.DOTALL
-)
-ONE_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d*|\.\d+)?(?:(?<=[\d.])e[-+]?\d+)?"
-NUMBER = re.compile(rf"(?<![\w.])(?=[-+]?\.?\d)({ONE_NUMBER})(?:\s*/\s*({ONE_NUMBER}))?", re.IGNORECASE | re.ASCII)
+        last_response(episode)  # refuses an episode without one
+        texts = [turn.response.text for turn in episode.turns]
+        values = [sum(part for tag, part in self.tags.items() if tagged(text, tag) is not None) for text in texts]
+        return (Score(self.name, sum(values) / len(values)),)
 
 
 def alphanumeric(text: str) -> str:
@@ -76,35 +71,61 @@ def number(text: str) -> float | None:
     return value if isfinite(value) else None
 
 
-class Exact:
-    """1 if the answer equals the known one by letters and digits alone, ignoring case; else 0.
+class _Comparison:
+    """1 if the answer in ``<answer>`` reads as one of the known answers, else 0.
 
-    Signs and points are ignored too: compare numbers with ``numeric``. ``fallback`` takes the whole response as the answer
-    when the tag is missing.
+    ``fallback`` takes the whole response as the answer when the tag is missing.
     """
 
     instant = True
     needs_answer = True
+    unreadable = ""  # what is wrong with a known answer that ``read`` returns None for
 
-    def __init__(self, fallback: bool = False, name: str = "exact") -> None:
-        self.name = name
-        self.fallback = fallback
+    def __init__(self, fallback: bool, name: str) -> None:
+        self.name, self.fallback = name, fallback
+
+    def read(self, text: str) -> Any:
+        """An answer in the form that is compared; None if it has none."""
+        raise NotImplementedError
+
+    def equal(self, known: Any, given: Any) -> bool:
+        """True if an answer counts as the known one."""
+        return bool(known == given)
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """Right or wrong."""
-        expected = {alphanumeric(answer) for answer in expected_answers(task)}
-        if "" in expected:
-            raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} has no letter or digit to compare.")
-        return (_verdict(self.name, self.extract(task, episode) in expected),)
+        known = [self.read(answer) for answer in expected_answers(task)]
+        if None in known:
+            raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} {self.unreadable}.")
+        given = self._given(episode)
+        right = given is not None and any(self.equal(answer, given) for answer in known)
+        return (Score(self.name, float(right), correct=right),)
 
     def extract(self, task: Task, episode: Episode) -> str | None:
-        """The answer's letters and digits."""
-        given = given_answer(episode, fallback=self.fallback)
-        return (alphanumeric(given) or None) if given is not None else None
+        given = self._given(episode)
+        return given if given is None or isinstance(given, str) else repr(given)
+
+    def _given(self, episode: Episode) -> Any:
+        text = given_answer(episode, fallback=self.fallback)
+        return None if text is None else self.read(text)
+
+
+class Exact(_Comparison):
+    """1 if the answer equals the known one by letters and digits alone, ignoring case; else 0.
+
+    Signs and points are ignored too: compare numbers with ``numeric``.
+    """
+
+    unreadable = "has no letter or digit to compare"
+
+    def __init__(self, fallback: bool = False, name: str = "exact") -> None:
+        super().__init__(fallback, name)
+
+    def read(self, text: str) -> str | None:
+        return alphanumeric(text) or None
 
 
 def exact_alnum(name: str = "exact_alnum") -> Exact:
-    """``exact`` under the name by which the audio-visual recipes know it: without the tag there is no answer."""
+    """``exact`` under the name that audio-visual recipes use."""
     return Exact(name=name)
 
 
@@ -113,65 +134,34 @@ def exact_alnum_with_fallback(name: str = "exact_alnum_with_fallback") -> Exact:
     return Exact(fallback=True, name=name)
 
 
-class Choice:
+class Choice(_Comparison):
     """1 if the letter of the chosen option is the known one, else 0."""
 
-    instant = True
-    needs_answer = True
+    unreadable = "is not the letter of a choice"
 
     def __init__(self, fallback: bool = False, name: str = "choice") -> None:
-        self.name = name
-        self.fallback = fallback
+        super().__init__(fallback, name)
 
-    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """Right or wrong."""
-        expected = {choice_letter(answer) for answer in expected_answers(task)}
-        if None in expected:
-            raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} is not the letter of a choice.")
-        return (_verdict(self.name, self.extract(task, episode) in expected),)
-
-    def extract(self, task: Task, episode: Episode) -> str | None:
-        """The letter."""
-        given = given_answer(episode, fallback=self.fallback)
-        return choice_letter(given) if given is not None else None
+    def read(self, text: str) -> str | None:
+        return choice_letter(text)
 
 
-class Numeric:
+class Numeric(_Comparison):
     """1 if the answer is a number within ``absolute``, or within ``relative`` times the known one; else 0."""
 
-    instant = True
-    needs_answer = True
+    unreadable = "is not a number"
 
     def __init__(
         self, absolute: float = 1e-6, relative: float = 0.0, fallback: bool = False, name: str = "numeric"
     ) -> None:
-        self.name = name
+        super().__init__(fallback, name)
         self.absolute, self.relative = absolute, relative
-        self.fallback = fallback
 
-    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """Right or wrong."""
-        expected = [number(answer) for answer in expected_answers(task)]
-        value = self._value(episode)
-        right = False
-        for known in expected:
-            if known is None:
-                raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} is not a number.")
-            right |= value is not None and abs(value - known) <= max(self.absolute, self.relative * abs(known))
-        return (_verdict(self.name, right),)
+    def read(self, text: str) -> float | None:
+        return number(text)
 
-    def extract(self, task: Task, episode: Episode) -> str | None:
-        """The number."""
-        value = self._value(episode)
-        return None if value is None else repr(value)
-
-    def _value(self, episode: Episode) -> float | None:
-        given = given_answer(episode, fallback=self.fallback)
-        return number(given) if given is not None else None
-
-
-def _verdict(name: str, right: bool) -> Score:
-    return Score(name, float(right), correct=right)
+    def equal(self, known: float, given: float) -> bool:
+        return abs(given - known) <= max(self.absolute, self.relative * abs(known))
 
 
 class Mathematics:
@@ -189,34 +179,30 @@ class Mathematics:
             raise RecipeError(
                 "reward 'math' needs the package math-verify, which is not installed: pip install math-verify."
             )
-        self.name = name
-        self.fallback = fallback
+        self.name, self.fallback = name, fallback
         self._pool = EquivalencePool(timeout_s, processes)
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """Right or wrong; only what the model wrote in its last turn counts."""
-        known = expected_answers(task)
-        given = self.extract(task, episode)
-        right = given is not None and any(self._equal(task, answer, given) for answer in known)
+        answers, given, right = expected_answers(task), self.extract(task, episode), False
+        for known in answers:
+            if given is None or right:
+                break
+            equal = self._pool.equal(known, given)
+            if equal is None:
+                raise TaskError(f"task {task.id}: the answer {known!r:.80} cannot be read as mathematics.")
+            right = equal
         return (Score(self.name, float(right), correct=right),)
 
     def extract(self, task: Task, episode: Episode) -> str | None:
-        """The answer as it is written; only what is written alike counts as one answer."""
         return mathematical_answer(last_response(episode), fallback=self.fallback)
 
     def close(self) -> None:
         """End the processes."""
         self._pool.close()
 
-    def _equal(self, task: Task, known: str, given: str) -> bool:
-        equal = self._pool.equal(known, given)
-        if equal is None:
-            raise TaskError(f"task {task.id}: the answer {known!r:.80} cannot be read as mathematics.")
-        return equal
-
 
 def mathematical_answer(text: str, *, fallback: bool = False) -> str | None:
-    """What a response states as its answer."""
+    """The part of a response that states its answer."""
     answer = tagged(text)
     box = boxed(text if answer is None else answer)
     if box is not None:
@@ -225,10 +211,10 @@ def mathematical_answer(text: str, *, fallback: bool = False) -> str | None:
 
 
 class EnvironmentReward:
-    """The sum of the turns' rewards, or with ``per_turn`` one score for each turn that was paid.
+    """The sum of the turns' rewards, or with ``per_turn`` one score for each turn that has a reward.
 
-    Named parts of the pay are scores of their own: ``{"goal": 1.0}`` is paid as ``environment/goal``. Correct is the
-    environment's success: the episode's, or else what the last turn says of it.
+    Named parts of a reward are scores of their own: ``{"goal": 1.0}`` becomes ``environment/goal``. Correct is the
+    environment's success: that of the episode, or else of the last turn.
     """
 
     instant = True
@@ -238,23 +224,21 @@ class EnvironmentReward:
         self.per_turn = per_turn
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """A score of each part for the episode, or for each paid turn; the last one carries right or wrong."""
-        paid = [(turn.index, name, value) for turn in episode.turns for name, value in self._parts(turn)]
-        if not paid:
-            raise RewardFailure(f"task {task.id}: its environment paid nothing in {len(episode.turns)} turns")
+        """A score of each part for the episode, or for each turn; the last one carries right or wrong."""
+        values = [(turn.index, name, value) for turn in episode.turns for name, value in self._parts(turn)]
+        if not values:
+            raise RewardFailure(f"task {task.id}: its environment gave no reward in {len(episode.turns)} turns")
         success = episode.info.get("success", episode.turns[-1].info.get("success"))
-        correct = None if success is None else bool(success)
         if self.per_turn:
-            *before, last = (Score(name, value, scope="turn", turn=index) for index, name, value in paid)
+            *before, last = (Score(name, value, scope="turn", turn=index) for index, name, value in values)
         else:
             sums: dict[str, float] = {}
-            for _, name, value in paid:
+            for _, name, value in values:
                 sums[name] = sums.get(name, 0) + value
             *before, last = (Score(name, value) for name, value in sums.items())
-        return (*before, replace(last, correct=correct))
+        return (*before, replace(last, correct=None if success is None else bool(success)))
 
     def _parts(self, turn: Turn) -> Iterator[tuple[str, float]]:
-        """What a turn was paid, by the name of the score."""
         if turn.parts:
             yield from ((f"{self.name}/{part}", value) for part, value in turn.parts.items())
         elif turn.reward is not None:
@@ -262,9 +246,9 @@ class EnvironmentReward:
 
 
 class Overlong:
-    """Costs nothing up to ``max_tokens - buffer_tokens``, then in a straight line ``penalty`` at ``max_tokens`` and beyond.
+    """0 up to ``max_tokens - buffer_tokens``, then in a straight line down to ``-penalty`` at ``max_tokens`` and beyond.
 
-    Counts the tokens the model wrote in the whole episode. With no buffer the price is due at ``max_tokens`` at once.
+    Counts the tokens the model wrote in the whole episode. Without a buffer all of it is due at ``max_tokens``.
     """
 
     instant = True
@@ -283,13 +267,11 @@ class Overlong:
         self.max_tokens, self.buffer_tokens, self.penalty = max_tokens, buffer_tokens, penalty
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """One score for the episode, never above 0."""
-        if not episode.turns:
-            raise RewardFailure(f"episode {episode.id} has no response to score")
+        last_response(episode)  # refuses an episode without one
         return (Score(self.name, -self.penalty * self.share(episode.sampled_tokens)),)
 
     def share(self, tokens: int) -> float:
-        """Which part of the penalty so many tokens cost."""
+        """The share of the penalty for so many tokens."""
         left = self.max_tokens - tokens
         if left <= 0:
             return 1.0
@@ -304,29 +286,21 @@ class TokenLength:
     def __init__(self, full_until: int = 2048, none_from: int = 3072, name: str = "token_length") -> None:
         if not 0 <= full_until < none_from:
             raise RecipeError(
-                f"reward '{name}': full_until is {full_until} and none_from {none_from}; the whole pay must end before "
-                "there is none."
+                f"reward '{name}': full_until is {full_until} and none_from {none_from}; full_until must be the lower one."
             )
         self.name, self.full_until, self.none_from = name, full_until, none_from
 
     def score(self, task: Task, episode: Episode) -> Score:
-        """One score for the episode, of the tokens the model wrote in it."""
-        if not episode.turns:
-            raise RewardFailure(f"episode {episode.id} has no response to score")
-        return Score(self.name, self.paid(episode.sampled_tokens))
+        last_response(episode)  # refuses an episode without one
+        return Score(self.name, self.value(episode.sampled_tokens))
 
-    def paid(self, tokens: int) -> float:
-        """What so many tokens earn."""
+    def value(self, tokens: int) -> float:
+        """The score of so many tokens."""
         return min(1.0, max(0.0, (self.none_from - tokens) / (self.none_from - self.full_until)))
 
 
-STAMP = re.compile(r"\[(\d{1,3}):(\d{2})(?:\s*-\s*(\d{1,3}):(\d{2}))?\]")
-
-MOST_MINUTES = 599
-
-
 class Timestamps:
-    """Pays half for the share of timestamps that are valid, and half if the valid ones begin in order. None: 0."""
+    """Half for the share of timestamps that are valid, and half if the valid ones begin in order; 0 without any."""
 
     instant = True
 
@@ -334,93 +308,82 @@ class Timestamps:
         self.name = name
 
     def score(self, task: Task, episode: Episode) -> Score:
-        """One score for the last response of the episode."""
-        if not episode.turns:
-            raise RewardFailure(f"episode {episode.id} has no response to score")
-        return Score(self.name, timestamp_format(episode.turns[-1].response.text))
+        return Score(self.name, timestamp_format(last_response(episode)))
 
 
 def timestamp_format(text: str) -> float:
-    """What a caption earns: 0.5 · valid / all + 0.5 · [the valid ones begin in order], 0 without any.
+    """The score of a caption: 0.5 · valid / all + 0.5 · [the valid ones begin in order], 0 without any.
 
     Valid are seconds up to 59, minutes up to 599 and an end that is not before the start.
     """
-    stamps = list(STAMP.finditer(text))
-    starts = [start for start in map(_start, stamps) if start is not None]
+    stamps, starts = list(STAMP.finditer(text)), []
+    for stamp in stamps:
+        minutes, seconds, end_minutes, end_seconds = (int(part or 0) for part in stamp.groups())
+        start, end = 60 * minutes + seconds, 60 * end_minutes + end_seconds
+        in_range = max(seconds, end_seconds) <= 59 and max(minutes, end_minutes) <= MOST_MINUTES
+        if in_range and (stamp[3] is None or end >= start):
+            starts.append(start)
     if not starts:
         return 0.0
     in_order = all(before <= after for before, after in pairwise(starts))
     return 0.5 * len(starts) / len(stamps) + 0.5 * in_order
 
 
-def _start(stamp: re.Match[str]) -> int | None:
-    """The second at which a stamp begins; None if it is not valid."""
-    minutes, seconds, end_minutes, end_seconds = stamp.groups()
-    start = 60 * int(minutes) + int(seconds)
-    if int(seconds) > 59 or int(minutes) > MOST_MINUTES or int(end_minutes or 0) > MOST_MINUTES:
-        return None
-    if end_minutes is None:
-        return start
-    return start if int(end_seconds) <= 59 and 60 * int(end_minutes) + int(end_seconds) >= start else None
-
-
-Box = tuple[float, float, float, float]
-"""Left, top, right, bottom; right of left and below top."""
-
+Box = tuple[float, float, float, float]  # left, top, right, bottom; right of left and below top
 BOX_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 FOUR = re.compile(rf"({BOX_NUMBER})\s*[,;\s]\s*({BOX_NUMBER})\s*[,;\s]\s*({BOX_NUMBER})\s*[,;\s]\s*({BOX_NUMBER})")
 FARTHEST = 1e7
 
 
-class _BoxTerm:
-    """Compares the last box in the answer with the known one, or the best of several.
+class BoxIoU:
+    """Intersection over union of the last box in the answer with the known one, or the best of several; no box: 0.
 
-    Correct is an IoU of at least ``threshold``. An answer without a box gets the worst value there is, so that giving none
-    never pays more than giving a bad one. ``fallback`` looks through the whole response where the tag is missing.
+    Correct is an IoU of at least ``threshold``. ``fallback`` looks through the whole response where the tag is missing.
     """
 
     instant = True
     needs_answer = True
+    worst = 0.0  # so that giving no box never scores above giving a bad one
 
-    def __init__(
-        self, measure: Callable[[Box, Box], float], worst: float, threshold: float, fallback: bool, name: str
-    ) -> None:
+    def __init__(self, threshold: float = 0.5, fallback: bool = False, name: str = "bbox_iou") -> None:
         if not 0 < threshold <= 1:
             raise RecipeError(f"reward '{name}': threshold must be above 0 and at most 1, not {threshold:g}.")
         self.name, self.threshold, self.fallback = name, threshold, fallback
-        self._measure, self._worst = measure, worst
+
+    def measure(self, one: Box, other: Box) -> float:
+        """How well two boxes agree."""
+        return iou(one, other)
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """One score."""
         known = known_boxes(task)
-        given = self._box(episode)
+        given = self._given(episode)
         if given is None:
-            return (Score(self.name, self._worst, correct=False),)
-        value = max(self._measure(box, given) for box in known)
+            return (Score(self.name, self.worst, correct=False),)
+        value = max(self.measure(box, given) for box in known)
         return (Score(self.name, value, correct=max(iou(box, given) for box in known) >= self.threshold),)
 
     def extract(self, task: Task, episode: Episode) -> str | None:
-        """The box; only boxes that are equal count as one answer."""
-        box = self._box(episode)
+        box = self._given(episode)
         return None if box is None else repr(list(box))
 
-    def _box(self, episode: Episode) -> Box | None:
+    def _given(self, episode: Episode) -> Box | None:
         text = given_answer(episode, fallback=self.fallback)
-        return last_box(text) if text is not None else None
+        return None if text is None else last_box(text)
 
 
-class BoxIoU(_BoxTerm):
-    """Intersection over union with the known box, in [0, 1]; no box: 0. Correct from ``threshold`` on."""
+class BoxGIoU(BoxIoU):
+    """Generalised IoU with the known box, in [-1, 1]: boxes apart score higher when nearer; no box: -1.
 
-    def __init__(self, threshold: float = 0.5, fallback: bool = False, name: str = "bbox_iou") -> None:
-        super().__init__(iou, 0.0, threshold, fallback, name)
+    Correct by the IoU.
+    """
 
-
-class BoxGIoU(_BoxTerm):
-    """Generalised IoU with the known box, in [-1, 1]: apart, nearer is better; no box: -1. Correct by the IoU."""
+    worst = -1.0
 
     def __init__(self, threshold: float = 0.5, fallback: bool = False, name: str = "bbox_giou") -> None:
-        super().__init__(giou, -1.0, threshold, fallback, name)
+        super().__init__(threshold, fallback, name)
+
+    def measure(self, one: Box, other: Box) -> float:
+        return giou(one, other)
 
 
 def iou(one: Box, other: Box) -> float:
@@ -450,15 +413,14 @@ def known_boxes(task: Task) -> list[Box]:
         try:
             raw = json.loads(raw)
         except ValueError:
-            box = last_box(raw)
-            raw = list(box) if box else None
+            raw = last_box(raw)
     rows = raw if isinstance(raw, list | tuple) and raw and isinstance(raw[0], list | tuple) else [raw]
-    boxes = [_box(row) for row in rows]
-    if not boxes or None in boxes:
+    boxes = [box for box in map(_box, rows) if box is not None]
+    if len(boxes) < len(rows):
         raise TaskError(
             f"task {task.id}: the answer {task.answer!r:.80} is no box; give [left, top, right, bottom], or several."
         )
-    return [box for box in boxes if box is not None]
+    return boxes
 
 
 def _box(row: Any) -> Box | None:

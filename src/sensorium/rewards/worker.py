@@ -1,4 +1,4 @@
-"""A worker of a run that scores: it has the recipe's terms, and is asked for one call of one of them at a time or many.
+"""A worker process of a run that scores: it builds the recipe's terms and answers calls of them.
 
 ``python -m sensorium.rewards.worker FD``; ``cluster/placed_main.py`` has the rest.
 """
@@ -13,8 +13,7 @@ from sensorium.rewards.scorer import asked_of
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.task import Task
 
-TermSettings = tuple[str, dict[str, Any], str]
-"""A term's name in the recipe, its options, and where it stands."""
+TermSettings = tuple[str, dict[str, Any], str]  # a term's name in the recipe, its options, and its key there
 
 
 def open_work(settings: dict[int, TermSettings], folder: Path) -> tuple[None, Answer]:
