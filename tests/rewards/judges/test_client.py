@@ -163,7 +163,7 @@ def test_a_malformed_answer_is_sent_back_and_a_bounded_number_of_times(tmp_path:
     answers = iter(["Sure!"] * 3 + ['{"score": 1}'])
     with judge_server(lambda _: next(answers)) as server:
         client = JudgeClient(section_of(server.url), folder=tmp_path)
-        with pytest.raises(JudgeFailure, match=r"answered 3 times not as asked.*the last time it said 'Sure!'"):
+        with pytest.raises(JudgeFailure, match=r"3 times.*'Sure!'"):
             client.ask_now(question(), about=("e",), term="t")
         assert len(server.asked) == 3
         assert not client.cache.keys()

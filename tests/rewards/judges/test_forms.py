@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.rewards.judges.answer_forms import FreeText, JsonAnswer, LetterAnswer, Number, OneOf, RankingAnswer, Words
+from sensorium.rewards.judges.answer_forms import FreeText, JsonAnswer, Number, OneOf, RankingAnswer
 
-SCORE = JsonAnswer({"score": Number(0, 1), "why": Words()})
+SCORE = JsonAnswer({"score": Number(0, 1), "why": OneOf(("x", ""))})
 
 
 @pytest.mark.parametrize(
@@ -45,34 +45,11 @@ def test_what_is_not_in_its_form_is_no_answer(text: str, problem: str) -> None:
         SCORE.parse(text)
 
 
-def test_only_the_keys_asked_for_where_no_others_may_be() -> None:
-    strict = JsonAnswer({"verdict": OneOf((0, 1))}, extra=False)
-    assert strict.parse('{"verdict": 1}') == {"verdict": 1}
-    with pytest.raises(ValueError, match="was not asked for"):
-        strict.parse('{"verdict": 1, "more": 2}')
+def test_one_of_several_is_no_other_number() -> None:
+    verdict = JsonAnswer({"verdict": OneOf((0, 1))})
+    assert verdict.parse('{"verdict": 1, "more": 2}') == {"verdict": 1}
     with pytest.raises(ValueError, match="none of 0, 1"):
-        strict.parse('{"verdict": 1.5}')
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [("B", "B"), ("b", "B"), ("(B)", "B"), ("**B**.", "B"), ("The answer is B", "B"), ("<answer>c</answer>", "C"),
-     ("Option D is a cat", "D"), ("<think>A or B</think> B", "B")],
-)  # fmt: skip
-def test_letters(text: str, letter: str) -> None:
-    assert LetterAnswer("ABCD").parse(text) == letter
-
-
-@pytest.mark.parametrize("text", ["", "A or B", "E", "a cat", "Answer: A. No, answer: B"])
-def test_no_letter_is_guessed(text: str) -> None:
-    with pytest.raises(ValueError):
-        LetterAnswer("ABCD").parse(text)
-
-
-def test_the_first_letter_counts_where_that_is_the_rule() -> None:
-    assert LetterAnswer("ABCDE", first=True).parse(" B) because A") == "B"
-    with pytest.raises(ValueError):
-        LetterAnswer("ABCDE", first=True).parse("The answer is B")
+        verdict.parse('{"verdict": 1.5}')
 
 
 @given(st.permutations(range(1, 6)))
@@ -95,6 +72,6 @@ def test_a_partial_ranking_says_who_was_left_out() -> None:
 @settings(max_examples=30)
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused(text: str) -> None:
-    for form in (SCORE, LetterAnswer(), RankingAnswer(2), FreeText()):
+    for form in (SCORE, RankingAnswer(2), FreeText()):
         with suppress(ValueError):
             form.parse(text)

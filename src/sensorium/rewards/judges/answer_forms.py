@@ -1,21 +1,25 @@
-"""The form of a judge's answer: how its text is read, strictly, after a repair that cannot change what it means."""
+"""The form of a judge's answer: how its text is read, strictly, after a repair that cannot change what it means.
+
+    JsonAnswer({"score": Number(0, 1)}).parse('Sure! ```json\n{"score": 0.5,}\n```')     → {"score": 0.5}
+    RankingAnswer(3).parse("[2, 3, 1]")     → (2, 0, 1): the rank of each candidate, counted from 0
+    SchemaAnswer({"type": "object", "properties": {"truth": {"type": "number"}}, "required": ["truth"]})
+        .parse('{"truth": "0.5"}')          → ValueError: 'truth': '0.5' is not of type 'number'
+
+Fences, trailing commas and single quotes are repaired. Nothing is guessed: two values that differ, a key that is given
+twice, NaN, infinity, an unknown or repeated candidate are a ValueError, whose text can be sent back to the judge.
+"""
 
 import ast
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from typing import Any, Protocol
 
 from sensorium.vocabulary.json_schema import KEYWORDS, misfit, subschemas, validator_of
 from sensorium.vocabulary.plain import number_of, shown, whole_of
-
-# only_json("Sure! ```json\n{'score': 0.5,}\n```") → {"score": 0.5} Repaired are fences, trailing commas and single
-# quotes, which cannot change what was meant. Nothing is guessed: two values that differ, a key that is given twice, NaN
-# and infinity are no answer (ValueError).
-
 
 FENCE = re.compile(r"```[a-zA-Z]*\s*\n?(.*?)```", re.DOTALL)
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
@@ -26,8 +30,7 @@ class AmbiguousJson(ValueError):
     """JSON that can be read in two ways; repair must not choose one."""
 
 
-def only_object(text: str) -> dict[str, Any]:
-    """The one JSON value of a text, which must be an object."""
+def _only_object(text: str) -> dict[str, Any]:
     found = only_json(text)
     if not isinstance(found, dict):
         raise ValueError("the answer is no JSON object")
@@ -36,15 +39,14 @@ def only_object(text: str) -> dict[str, Any]:
 
 def only_json(text: str) -> Any:
     """The one JSON value of a text, an object or a list."""
-    said = THOUGHT.sub("", text).strip()
-    fenced = [block.strip() for block in FENCE.findall(said)]
-    for candidate in (said, *(fenced[:1] if len(fenced) == 1 else [])):
+    answer = THOUGHT.sub("", text).strip()
+    fenced = [block.strip() for block in FENCE.findall(answer)]
+    for candidate in (answer, *(fenced if len(fenced) == 1 else [])):
         found = _loaded(candidate)
         if found is not None:
             return found
-    spans = _balanced(said)
-    values = [value for value in map(_loaded, spans) if value is not None]
-    if len(values) == 1 or (values and all(value == values[0] for value in values)):
+    values = [value for value in map(_loaded, _balanced(answer)) if value is not None]
+    if values and all(value == values[0] for value in values):
         return values[0]
     raise ValueError(
         "the answer holds several JSON values" if values else "the answer holds no JSON value that can be read"
@@ -117,15 +119,8 @@ def _balanced(text: str) -> list[str]:
     return spans
 
 
-# JsonAnswer({"score": Number(0, 1)}).parse('Sure! ```json\n{"score": 0.5,}\n```') → {"score": 0.5}
-# LetterAnswer("ABCD").parse("The answer is **B**.") → "B" RankingAnswer(3).parse("[2, 3, 1]") → (2, 0, 1): the place of
-# each candidate, counted from 0 Whatever is not in its form raises ValueError with what is wrong, in words that can be
-# sent back to the judge. An answer is never guessed: a ranking with an unknown or repeated candidate, or two different
-# letters, is no answer.
-
-
 class AnswerForm(Protocol):
-    """How an answer is read. ``identity`` is part of what a judgement is known by."""
+    """How an answer is read. ``identity`` is part of the key of a judgement."""
 
     @property
     def identity(self) -> str: ...
@@ -143,43 +138,37 @@ class AnswerForm(Protocol):
 class FreeText:
     """Any text that is not empty."""
 
-    @property
-    def identity(self) -> str:
-        """As it is."""
-        return "text"
+    identity = "text"
 
     def parse(self, text: str) -> str:
-        """The text."""
         if not text.strip():
             raise ValueError("the answer is empty")
         return text
 
     def schema(self) -> None:
-        """None: it is plain text."""
+        return None
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number between two bounds; whole ones only with ``whole``."""
+    """A number between two bounds."""
 
     low: float = float("-inf")
     high: float = float("inf")
-    whole: bool = False
 
-    def read(self, value: Any) -> float | int:
-        """The number."""
+    def read(self, value: Any) -> float:
+        """The number in a JSON value; ValueError otherwise."""
         if isinstance(value, bool | str) or value is None:
             raise ValueError(f"{shown(value)} is no number")
-        number = whole_of(value) if self.whole else number_of(value)
+        number = number_of(value)
         if not self.low <= number <= self.high:
             raise ValueError(f"{number:g} is not between {self.low:g} and {self.high:g}")
         return number
 
     def schema(self) -> dict[str, Any]:
-        """As JSON schema has it."""
         bounds = {"minimum": self.low, "maximum": self.high}
         kept = {key: bound for key, bound in bounds.items() if abs(bound) != float("inf")}
-        return {"type": "integer" if self.whole else "number", **kept}
+        return {"type": "number", **kept}
 
 
 @dataclass(frozen=True)
@@ -189,110 +178,42 @@ class OneOf:
     choices: tuple[Any, ...]
 
     def read(self, value: Any) -> Any:
-        """The choice."""
+        """The choice that a JSON value is; ValueError otherwise."""
         for choice in self.choices:
             if type(value) is type(choice) and value == choice:
                 return choice
         raise ValueError(f"{shown(value)} is none of {', '.join(map(str, self.choices))}")
 
     def schema(self) -> dict[str, Any]:
-        """As JSON schema has it."""
         return {"enum": list(self.choices)}
 
 
 @dataclass(frozen=True)
-class Words:
-    """A text, such as a reason."""
-
-    def read(self, value: Any) -> str:
-        """The text."""
-        if not isinstance(value, str):
-            raise ValueError(f"{shown(value)} is no text")
-        return value
-
-    def schema(self) -> dict[str, Any]:
-        """As JSON schema has it."""
-        return {"type": "string"}
-
-
-Field = Number | OneOf | Words
-
-
-@dataclass(frozen=True)
 class JsonAnswer:
-    """One JSON object with these fields, all of them; further keys only with ``extra``."""
+    """One JSON object with these fields, all of them; further keys are ignored."""
 
-    fields: Mapping[str, Field]
-    extra: bool = True
+    fields: Mapping[str, Number | OneOf]
 
     @property
     def identity(self) -> str:
-        """The schema as text."""
         return json.dumps(self.schema(), sort_keys=True)
 
     def parse(self, text: str) -> dict[str, Any]:
-        """The fields by name."""
-        found = only_object(text)
+        found = _only_object(text)
         if missing := [name for name in self.fields if name not in found]:
             raise ValueError(f"the object lacks '{missing[0]}'")
-        if not self.extra and (more := [name for name in found if name not in self.fields]):
-            raise ValueError(f"the object has the key '{more[0]}', which was not asked for")
         answer = {}
-        for name, field_ in self.fields.items():
+        for name, field in self.fields.items():
             try:
-                answer[name] = field_.read(found[name])
+                answer[name] = field.read(found[name])
             except ValueError as error:
                 raise ValueError(f"'{name}': {error}") from error
         return answer
 
     def schema(self) -> dict[str, Any]:
-        """As JSON schema has it."""
-        properties = {name: field_.schema() for name, field_ in self.fields.items()}
-        return {
-            "type": "object",
-            "properties": properties,
-            "required": list(self.fields),
-            "additionalProperties": self.extra,
-        }
-
-
-@dataclass(frozen=True)
-class LetterAnswer:
-    """One letter of ``letters``: alone, in ``<answer>``, after "answer", or the only one that stands by itself.
-
-    ``first``: the first character that is a letter of them counts, as CapRL reads answers.
-    """
-
-    letters: str = "ABCD"
-    first: bool = False
-
-    @property
-    def identity(self) -> str:
-        """Which letters."""
-        return f"letter {self.letters}{' first' if self.first else ''}"
-
-    def parse(self, text: str) -> str:
-        """The letter, in upper case."""
-        said = THOUGHT.sub("", text).strip()
-        if self.first:
-            found = next((c for c in said.upper() if c.isalpha()), "")
-            if found and found in self.letters:
-                return found
-            raise ValueError(f"the answer does not begin with one of the letters {self.letters}")
-        one = f"([{re.escape(self.letters)}])"
-        for pattern in (rf"<answer>\s*{one}\b.*?</answer>", rf"answer(?:\s+is)?\s*:?\s*[*(\s]*{one}\b", rf"\b{one}\b"):
-            letters: set[str] = {letter.upper() for letter in re.findall(pattern, said, re.IGNORECASE | re.DOTALL)}
-            if pattern == rf"\b{one}\b":  # of single letters only capitals: "a cat" names no option
-                alone = {said.upper()} if len(said) == 1 and said.upper() in self.letters else set()
-                letters = set(re.findall(pattern, said)) or alone
-            if len(letters) == 1:
-                return letters.pop()
-            if letters:
-                raise ValueError(f"the answer names several letters: {', '.join(sorted(letters))}")
-        raise ValueError(f"the answer is none of the letters {self.letters}")
-
-    def schema(self) -> None:
-        """None: it is plain text."""
+        properties = {name: field.schema() for name, field in self.fields.items()}
+        required = list(self.fields)
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": True}
 
 
 @dataclass(frozen=True)
@@ -304,19 +225,17 @@ class RankingAnswer:
 
     count: int
     partial: bool = False
-    key: str = field(default="ranking")
 
     @property
     def identity(self) -> str:
-        """How many, and whether all."""
         return f"ranking {self.count}{' partial' if self.partial else ''}"
 
     def parse(self, text: str) -> tuple[int | None, ...]:
-        """The place of each candidate among those that were ranked, counted from 0."""
+        """The rank of each candidate among those that were ranked, counted from 0."""
         found = only_json(text)
-        listed = found.get(self.key) if isinstance(found, dict) else found
+        listed = found.get("ranking") if isinstance(found, dict) else found
         if not isinstance(listed, list):
-            raise ValueError(f'the answer is no list of candidates; write {{"{self.key}": [best, …, worst]}}')
+            raise ValueError('the answer is no list of candidates; write {"ranking": [best, …, worst]}')
         ranked = [_candidate(entry) for entry in listed]
         if strange := [number for number in ranked if not 1 <= number <= self.count]:
             raise ValueError(f"there is no candidate {strange[0]}; they are numbered from 1 to {self.count}")
@@ -331,10 +250,9 @@ class RankingAnswer:
         return tuple(places)
 
     def schema(self) -> dict[str, Any]:
-        """As JSON schema has it."""
         numbers = {"type": "integer", "minimum": 1, "maximum": self.count}
         listed = {"type": "array", "items": numbers, "minItems": 1 if self.partial else self.count, "maxItems": self.count}
-        return {"type": "object", "properties": {self.key: listed}, "required": [self.key]}
+        return {"type": "object", "properties": {"ranking": listed}, "required": ["ranking"]}
 
 
 def _candidate(entry: Any) -> int:
@@ -346,20 +264,13 @@ def _candidate(entry: Any) -> int:
         raise ValueError(f"{shown(entry)} is no candidate's number") from None
 
 
-# rubric = SchemaAnswer({"type": "object", "properties": {"truth": {"type": "number", "minimum": 0, "maximum": 1}},
-# "required": ["truth"]}) rubric.parse('{"truth": 0.5}') → {"truth": 0.5} rubric.parse('{"truth": "0.5"}') ValueError:
-# 'truth': '0.5' is not of type 'number'
-
-
+# Keywords that answers are held to, as JSON Schema 2020-12 has them, and those without effect on an answer.
+# A schema with any other is refused.
 NOTES = frozenset({"title", "description", "default", "examples", "$schema", "$id", "$comment"})
-"""Keywords that say nothing about an answer."""
-
 CHECKED = KEYWORDS | {
     "const", "uniqueItems", "exclusiveMinimum", "exclusiveMaximum", "anyOf", "oneOf", "allOf", "$ref", "$defs",
     "definitions",
 }  # fmt: skip
-"""Keywords that answers are held to, as JSON Schema 2020-12 has them. A schema with any other is refused."""
-
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -376,22 +287,19 @@ class SchemaAnswer:
 
     @cached_property
     def identity(self) -> str:
-        """The schema as text."""
         return json.dumps(self.given, sort_keys=True)
 
     def parse(self, text: str) -> dict[str, Any]:
-        """The object."""
-        found = only_object(text)
+        found = _only_object(text)
         if problem := misfit(found, validator_of(_text(self.given), CHECKED)):
             raise ValueError(problem)
         return found
 
     def schema(self) -> dict[str, Any]:
-        """As it was given."""
         return dict(self.given)
 
     def bounds(self, name: str) -> tuple[float, float]:
-        """Between which numbers a field of the object lies, always; ValueError says why it might not be there or not so."""
+        """The least and largest number that a field can be; ValueError if it may be missing or unbounded."""
         field = self.given.get("properties", {}).get(name)
         if field is None or name not in self.given.get("required", ()):
             raise ValueError(f"the schema has no field '{name}' among its properties that is also among required")
@@ -445,7 +353,7 @@ def _text(schema: Mapping[str, Any]) -> str:
 
 
 def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """What a schema's ``$ref`` names inside the same schema; a schema without one is itself."""
+    """The schema that a ``$ref`` names inside ``root``; a schema without one is itself."""
     seen: list[str] = []
     current: Any = schema
     while isinstance(current, Mapping) and "$ref" in current:

@@ -1,4 +1,11 @@
-"""Judgements on disk, by content, in one SQLite file that runs and processes may share."""
+"""Judgements on disk, by content, in one SQLite file that runs and processes may share.
+
+Invariants: an answer is kept once and never replaced. It is kept together with the row of the call that gave it, or
+neither is. A question is asked by one process at a time, which claims it first; others wait for the answer. The claim of a
+process that died is void: at once on the same machine, else when it was not renewed for as long as it holds, by the
+waiting process's clock. A kill leaves whole rows only (a write-ahead log). Reading never waits for a writer. Keys of
+endpoints are in none of the tables.
+"""
 
 import errno
 import os
@@ -16,13 +23,13 @@ from sensorium.runs.durable import cannot_write, full_disk_error
 from sensorium.vocabulary.errors import RecordError
 
 
-def owner_name(of: str) -> str:
-    """What claims are made under: this machine, this process, and ``of``, which of its clients."""
-    return f"{_machine()} {os.getpid()} {of}"
+def owner_name(client: str) -> str:
+    """The owner of claims: this machine, this process, and which of its clients."""
+    return f"{_machine()} {os.getpid()} {client}"
 
 
 def is_dead(owner: str) -> bool:
-    """True if the owner of a claim was a process of this machine, and there is no such process any more."""
+    """True if the owner of a claim was a process of this machine that no longer exists."""
     machine, _, rest = owner.partition(" ")
     pid = rest.partition(" ")[0]
     if machine != _machine() or not pid.isdigit():
@@ -32,33 +39,20 @@ def is_dead(owner: str) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        pass  # there is one, of another user
-    return _is_zombie(pid)
-
-
-def _is_zombie(pid: str) -> bool:
-    """True if a process was killed and who started it has not asked after it yet (on Linux)."""
-    try:
+        pass  # the process exists but belongs to another user
+    try:  # on Linux, a killed process whose parent has not waited for it yet
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (OSError, IndexError):
         return False
 
 
 def _machine() -> str:
-    """Where process numbers mean the same: the host, and on Linux the namespace of processes (a container has its own)."""
+    """The scope of process ids: the host, and on Linux the PID namespace (a container has its own)."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
         space = ""
     return f"{platform.node()}/{space}".replace(" ", "_")
-
-
-# Invariants: an answer is kept once and never replaced, so who asks again gets the same one. It is kept together with
-# the row of the call that gave it, or neither is. A question is asked by one process at a time: who wants to ask claims
-# it first, and others wait for the answer. The claim of a process that died is void: at once if it ran on this machine,
-# else when nobody renewed it for as long as it holds, by the clock of who waits (clocks of machines differ). A kill at
-# any moment leaves whole rows only (a write-ahead log). Reading never waits for a writer. Keys of endpoints are in none
-# of the tables.
 
 
 VERSION = 1
@@ -71,15 +65,13 @@ CREATE TABLE IF NOT EXISTS calls (id INTEGER PRIMARY KEY, key TEXT NOT NULL, mod
 """
 CALL = "INSERT INTO calls (key, model, place, outcome, input_tokens, output_tokens, seconds) VALUES (?, ?, ?, ?, ?, ?, ?)"
 ANSWER = "INSERT OR IGNORE INTO answers (key, model, prompt, text, input_tokens, output_tokens) VALUES (?, ?, ?, ?, ?, ?)"
-LOCKED_S = 120.0
-"""How long another process may hold the file before that is an error."""
-CLOCKS_DIFFER_S = 600.0
-"""By how much clocks of machines may differ: a claim that ran out longer ago is void without watching it."""
+LOCKED_S = 120.0  # how long another process may hold the file before that is an error
+CLOCKS_DIFFER_S = 600.0  # between machines: a claim that ran out longer ago is void without watching it
 
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """An answer as it came, and what it took."""
+    """An answer as it came, and its tokens."""
 
     text: str
     model: str
@@ -101,18 +93,8 @@ class CallRow:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """As its row in the file."""
         counted = (self.input_tokens, self.output_tokens, round(self.seconds, 4))
         return (self.key, self.model, self.place, self.outcome, *counted)
-
-
-@dataclass(frozen=True)
-class WatchedClaim:
-    """Somebody's claim, and since when this process has seen it unchanged."""
-
-    owner: str
-    until: float
-    since: float
 
 
 class AnswerCache:
@@ -126,7 +108,7 @@ class AnswerCache:
         self._reading, self._writing = threading.Lock(), threading.Lock()
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._watched: dict[str, WatchedClaim] = {}
+        self._watched: dict[str, tuple[tuple[str, float], float]] = {}  # key: (owner, until), first seen at
 
     def get(self, key: str) -> StoredAnswer | None:
         """The answer to a question, if it was ever given."""
@@ -158,24 +140,23 @@ class AnswerCache:
         return mine
 
     def _is_void(self, key: str, owner: str, until: float, seconds: float) -> bool:
-        """True if nobody asks under this claim any more."""
         if is_dead(owner) or until < time.time() - CLOCKS_DIFFER_S:
             return True
-        seen, now = self._watched.get(key), time.monotonic()
-        if seen is None or (seen.owner, seen.until) != (owner, until):
-            self._watched[key] = seen = WatchedClaim(owner, until, now)
-        return now - seen.since > seconds
+        now = time.monotonic()
+        if key not in self._watched or self._watched[key][0] != (owner, until):
+            self._watched[key] = ((owner, until), now)
+        return now - self._watched[key][1] > seconds
 
     def renew(self, key: str, owner: str, seconds: float) -> None:
-        """A claim holds for so long from now on."""
+        """Extend a claim to so many seconds from now."""
         self._write(("UPDATE claims SET until = ? WHERE key = ? AND owner = ?", (time.time() + seconds, key, owner)))
 
     def release(self, key: str, owner: str) -> None:
-        """A claim ends."""
+        """End a claim."""
         self._write(("DELETE FROM claims WHERE key = ? AND owner = ?", (key, owner)))
 
     def log(self, row: CallRow) -> None:
-        """Put a call that gave no answer on record."""
+        """Record a call that gave no answer."""
         self._write((CALL, row.values))
 
     def calls(self) -> list[CallRow]:
@@ -197,41 +178,35 @@ class AnswerCache:
 
     def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
         with self._guarded():
-            if self.path is None:
+            if self.path is None:  # a database in memory has one connection
                 with self._writing:
-                    return self._to_write().execute(statement, values).fetchall()
+                    self._writer = self._writer or self._opened()
+                    return self._writer.execute(statement, values).fetchall()
             with self._reading:
-                if self._reader is None:
-                    self._reader = self._opened()
+                self._reader = self._reader or self._opened()
                 return self._reader.execute(statement, values).fetchall()
 
     def _write(self, *statements: tuple[str, tuple[Any, ...]]) -> None:
         """All of these, or none."""
         with self._guarded(), self._writing:
-            db = self._to_write()
-            db.execute("BEGIN IMMEDIATE")
-            try:
+            db = self._writer = self._writer or self._opened()
+            with db:  # commits, or rolls back
+                db.execute("BEGIN IMMEDIATE")
                 for statement, values in statements:
                     db.execute(statement, values)
-                db.execute("COMMIT")
-            finally:
-                if db.in_transaction:
-                    db.execute("ROLLBACK")
-
-    def _to_write(self) -> sqlite3.Connection:
-        if self._writer is None:
-            self._writer = self._opened()
-        return self._writer
 
     def _opened(self) -> sqlite3.Connection:
-        """The file, opened when it is first needed."""
+        """The file; one that is only read may lie where nothing can be written, unless its log has rows."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         name = ":memory:" if self.path is None else str(self.path)
         try:
             return self._made(name)
         except sqlite3.OperationalError:
-            if not self.read_only or self.path is None or not self.path.is_file() or _unmerged(self.path):
+            if not self.read_only or self.path is None or not self.path.is_file():
+                raise
+            log = self.path.with_name(f"{self.path.name}-wal")
+            if log.exists() and log.stat().st_size > 0:
                 raise
             return self._made(f"{self.path.absolute().as_uri()}?immutable=1")
 
@@ -269,16 +244,10 @@ class AnswerCache:
                 "judges.cache names another file."
             )
             if "locked" in str(error):
-                way_out = f"Another process has held it for {LOCKED_S:g} s: end that one, then go on with --resume."
+                way_out = f"Another process has held it for {LOCKED_S:g} s: end that one, then continue with --resume."
             elif "readonly" in str(error) or "unable to open" in str(error):
                 way_out = (
                     "Its folder must be writable, too, unless judges.offline is set: copy it to another place and name "
                     "that one (judges.cache)."
                 )
             raise RecordError(f"the file of judgements '{self.path}' cannot be used: {error}. {way_out}") from error
-
-
-def _unmerged(path: Path) -> bool:
-    """True if rows of a file are still in its write-ahead log."""
-    log = path.with_name(f"{path.name}-wal")
-    return log.exists() and log.stat().st_size > 0

@@ -1,10 +1,8 @@
 """Endpoints of judges: from the recipe, or from a JSON file ``{model: {…} or [{…}, …]}``.
 
 The file is that of ``judges.config``, else the one that ``M3_API_CONFIG`` names, else, where the recipe has no endpoints,
-``configs/api_config.json``, as in TaskMem.
-
-A key is read from the environment or a file when an endpoint is first called. It is held in a ``Secret``, which prints as
-``***``: it reaches no log, no recipe dump, no error and no cache.
+``configs/api_config.json``, as in TaskMem. Keys are read from the environment or a file when an endpoint is first called
+and held in a ``Secret``: they reach no log, no recipe dump, no error and no cache.
 """
 
 import os
@@ -12,7 +10,8 @@ import sqlite3
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,39 +48,33 @@ class Endpoint:
 
     @property
     def key_source(self) -> str:
-        """Where the key comes from, for errors."""
         if self.key_env:
             return f"the environment variable {self.key_env}"
         return f"the file '{self.key_file}'" if self.key_file else "the file of endpoints" if self.key else "nowhere"
 
     def secret(self) -> Secret | None:
         """The key, read now; None where there is none. UnknownJudge says where it should have been."""
-        found = self._read_secret()
+        subject = f"judges: the key of '{self.model}' at {self.place}"
+        found = self.key
+        if self.key_env:
+            if not os.environ.get(self.key_env, "").strip():
+                raise UnknownJudge(
+                    f"{subject} should be in the environment variable {self.key_env}, which is not set. Set it where the "
+                    "run is started."
+                )
+            found = Secret(os.environ[self.key_env].strip())
+        elif self.key_file is not None:
+            try:
+                found = Secret(self.key_file.expanduser().read_text().strip())
+            except (OSError, UnicodeDecodeError) as error:
+                problem = error.strerror if isinstance(error, OSError) else "it is no text"
+                raise UnknownJudge(f"{subject} should be in '{self.key_file}', which cannot be read: {problem}.") from None
         if found is not None and not (found.reveal().isascii() and found.reveal().isprintable()):
             raise UnknownJudge(
-                f"judges: the key of '{self.model}' at {self.place}, from {self.key_source}, has a character that no key "
-                "can have: a line break, a tab or one beyond ASCII. Put the key alone there."
+                f"{subject}, from {self.key_source}, has a character that no key can have: a line break, a tab or one "
+                "beyond ASCII. Put the key alone there."
             )
         return found
-
-    def _read_secret(self) -> Secret | None:
-        if self.key_env:
-            key = os.environ.get(self.key_env, "").strip()
-            if not key:
-                raise UnknownJudge(
-                    f"judges: the key of '{self.model}' at {self.place} should be in the environment variable "
-                    f"{self.key_env}, which is not set. Set it where the run is started."
-                )
-            return Secret(key)
-        if self.key_file is not None:
-            try:
-                return Secret(self.key_file.expanduser().read_text().strip())
-            except (OSError, UnicodeDecodeError) as error:
-                raise UnknownJudge(
-                    f"judges: the key of '{self.model}' at {self.place} should be in '{self.key_file}', which cannot be "
-                    f"read: {error.strerror if isinstance(error, OSError) else 'it is no text'}."
-                ) from None
-        return self.key
 
 
 def endpoints_of(section: JudgesSection) -> dict[str, tuple[Endpoint, ...]]:
@@ -109,11 +102,8 @@ def read_config(path: Path) -> dict[str, tuple[Endpoint, ...]]:
         raise RecipeError(f"{where} is no JSON: {str(error).split(':')[0]}.") from None  # its text may hold a key
     if not isinstance(rows, dict):
         raise RecipeError(f"{where} must be an object of endpoints by model name.")
-    return {
-        model: _of_rows(f"{where}: '{model}'", model, given)
-        for model, given in rows.items()
-        if not (model.startswith("_") and isinstance(given, str))  # a comment, as in TaskMem's template
-    }
+    comments = {model for model, given in rows.items() if model.startswith("_") and isinstance(given, str)}
+    return {model: _of_rows(f"{where}: '{model}'", model, given) for model, given in rows.items() if model not in comments}
 
 
 def _of_rows(where: str, model: str, given: Any) -> tuple[Endpoint, ...]:
@@ -132,7 +122,7 @@ def _of_rows(where: str, model: str, given: Any) -> tuple[Endpoint, ...]:
         except ValidationError as error:
             raise RecipeError(f"{where}: {error.errors()[0]['msg']}.") from None
         if row.get("api_key"):
-            endpoint = Endpoint(**{**vars(endpoint), "key": Secret(row["api_key"])})
+            endpoint = replace(endpoint, key=Secret(row["api_key"]))
         found.append(endpoint)
     return tuple(found)
 
@@ -149,15 +139,8 @@ def _of_section(model: str, section: JudgeEndpointSection) -> Endpoint:
     )
 
 
-# An endpoint that fails rests: 1 s, 2 s, 4 s … up to a minute, or as long as it asked for (Retry-After). One that
-# refuses the key is not asked again. Example of two endpoints: a has 2 calls open, b 1, so b is next; b answers 503 and
-# rests 1 s, so the next calls go to a, also if it is busier; when both rest, whoever asks waits for the first to be
-# back.
-
-
 LONGEST_REST_S = 60.0
-NOTED_FAILURES = 3
-"""Failures in a row after which one of several endpoints is named: the others would hide it."""
+NOTED_FAILURES = 3  # in a row, after which one of several endpoints is named: the others would hide it
 DOUBLINGS = 10  # more would rest longer than LONGEST_REST_S anyway, and overflow after a thousand failures
 
 
@@ -174,7 +157,12 @@ class EndpointHealth:
 
 
 class EndpointPool:
-    """Chooses among the endpoints of a model. Used from one event loop only."""
+    """Chooses among the endpoints of a model. Used from one event loop only.
+
+    An endpoint that fails rests: 1 s, 2 s, 4 s … up to a minute, or as long as its Retry-After says. One that refuses the
+    key is not asked again. Example: a has 2 calls open, b 1, so b is next; b answers 503 and rests 1 s, so the next calls
+    go to a, even if it is busier; when both rest, the caller waits for the first to be back.
+    """
 
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self.members = [EndpointHealth(endpoint) for endpoint in endpoints]
@@ -189,7 +177,7 @@ class EndpointPool:
         return None, min((member.rests_until - now for member in usable), default=float("inf"))
 
     def begin(self, member: EndpointHealth) -> None:
-        """A call is made."""
+        """Count a call that starts."""
         member.open += 1
         member.calls += 1
 
@@ -211,7 +199,7 @@ class EndpointPool:
             )
         usual = min(LONGEST_REST_S, 2.0 ** min(member.failures - 1, DOUBLINGS))
         if len(self.members) == 1 and rest_s is None:
-            usual = 0.0  # there is no other to go to; who asked waits by itself
+            usual = 0.0  # there is no other to ask, and the caller waits by itself
         member.rests_until = time.monotonic() + (usual if rest_s is None else rest_s)
 
     def refused(self, member: EndpointHealth, reason: str = "") -> None:
@@ -220,20 +208,18 @@ class EndpointPool:
         member.refused_key = reason
 
 
-# Each limit is a bucket that fills at its rate and holds a tenth of a minute's worth (at least one request). Who asks
-# takes at once and waits until the debt is paid: with 60 requests a minute, and 6 in the bucket, the 8th call waits 2 s
-# and the 9th 3 s, in whichever processes they are made. Tokens are taken as estimated, and settled when the answer says
-# how many it took.
-
-
 SCHEMA = "CREATE TABLE IF NOT EXISTS buckets (name TEXT PRIMARY KEY, level REAL NOT NULL, at REAL NOT NULL)"
 BURST_S = 6.0
-CLOCKS_DIFFER_S = 3600.0
-"""By how much clocks of machines may differ. A bucket fills by the clock that is ahead: each second of it counts once."""
+CLOCKS_DIFFER_S = 3600.0  # between machines. A bucket fills by the clock that is ahead: each of its seconds counts once
 
 
 class SharedLimits:
-    """The limits of every model: ``take`` says how long to wait before a call is made."""
+    """The limits of every model, shared by processes; ``take`` returns how long to wait before a call is made.
+
+    Each limit is a bucket that fills at its rate and holds a tenth of a minute's worth (at least one request). A caller
+    takes at once and waits until the level is back at 0: with 60 requests a minute, and 6 in the bucket, the 8th call
+    waits 2 s and the 9th 3 s, in whichever processes. Tokens are taken as estimated, and corrected by the answer's count.
+    """
 
     def __init__(self, path: Path, requests: Mapping[str, float], tokens: Mapping[str, float]) -> None:
         self.path = path
@@ -247,12 +233,12 @@ class SharedLimits:
         return max(self._move(f"requests/{model}", 1.0), self._move(f"tokens/{model}", float(tokens)))
 
     def give_back(self, model: str, tokens: int) -> None:
-        """A call was not made after all."""
+        """Undo ``take`` for a call that was not made."""
         self._move(f"requests/{model}", -1.0)
         self._move(f"tokens/{model}", -float(tokens))
 
     def settle(self, model: str, estimated: int, used: int) -> None:
-        """An answer said how many tokens it took."""
+        """Correct an estimate by the tokens that an answer used."""
         self._move(f"tokens/{model}", float(used - estimated))
 
     def _move(self, name: str, amount: float) -> float:
@@ -261,8 +247,7 @@ class SharedLimits:
             return 0.0
         most = max(1.0, rate * BURST_S)
         try:
-            db = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
-            try:
+            with closing(sqlite3.connect(self.path, timeout=30.0, isolation_level=None)) as db, db:
                 db.execute(SCHEMA)
                 db.execute("BEGIN IMMEDIATE")
                 now = time.time()
@@ -272,16 +257,10 @@ class SharedLimits:
                     at = now  # the clock was set back
                 level = min(most, level + max(0.0, now - at) * rate) - amount
                 db.execute("INSERT OR REPLACE INTO buckets VALUES (?, ?, ?)", (name, level, max(now, at)))
-                db.execute("COMMIT")
-            finally:
-                db.close()
         except (sqlite3.Error, OSError) as error:
-            full = full_disk_error(error)
-            raise (
-                cannot_write(self.path, full)
-                if full
-                else RecordError(
-                    f"the file of judges' limits '{self.path}' cannot be used: {error}. Remove it and go on with --resume."
-                )
+            if full := full_disk_error(error):
+                raise cannot_write(self.path, full) from error
+            raise RecordError(
+                f"the file of judges' limits '{self.path}' cannot be used: {error}. Remove it and continue with --resume."
             ) from error
         return max(0.0, -level / rate)

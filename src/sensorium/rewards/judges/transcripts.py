@@ -1,8 +1,8 @@
-"""What judges were asked about each episode and what they said, kept in the run directory for who wants to see it.
+"""The questions about each episode and the judges' answers, kept in the run directory for the report.
 
-A row is known by episode, term and judgement, so that a resumed run, which asks again or finds the answer in the cache,
-leaves the same rows. Media are named by their hash: they are in the run's ``media/``. What a reward service tells of its
-own questions is kept in the same file, as lines.
+A row's key is episode, term and judgement, so a resumed run, which asks again or finds the answer in the cache, leaves the
+same rows. Media are named by their hash: they are in the run's ``media/``. A reward service's own questions are kept here
+as lines.
 """
 
 import json
@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sensorium.rewards.judges.request import JudgeRequest
 from sensorium.runs.durable import cannot_write, full_disk_error
-from sensorium.vocabulary.content import Text
+from sensorium.vocabulary.content import Block, Text
 from sensorium.vocabulary.errors import RecordError
 
 SCHEMA = """
@@ -29,7 +28,7 @@ DELETE = "DELETE FROM transcripts WHERE episode = ? AND term = ?"
 
 @dataclass(frozen=True)
 class TranscriptLine:
-    """One question that somebody else asked a model, and what it answered."""
+    """One question that a reward service asked a model, and the answer."""
 
     model: str
     prompt: str
@@ -46,19 +45,23 @@ class Transcripts:
         self._db: sqlite3.Connection | None = None
 
     def keep(self, about: tuple[str, ...], term: str, request: JudgeRequest, answer: str) -> None:
-        """Keep what a judge was asked about these episodes and what it said."""
+        """Keep a question about these episodes and its answer."""
         self._put("REPLACE", about, term, request, answer)
 
     def keep_failure(self, about: tuple[str, ...], term: str, request: JudgeRequest, why: str) -> None:
-        """Keep what a judge was asked and why there is no answer, unless there is one."""
+        """Keep a question and why it has no answer, unless there is one."""
         self._put("IGNORE", about, term, request, why)
 
     def replace(self, episodes: Sequence[str], term: str, lines: Sequence[TranscriptLine]) -> None:
         """Keep these lines of a term for each of these episodes, in their order, instead of what it had before."""
-        rows = [(f"{i:04d}", one.model, one.prompt, _question(one.question), one.answer) for i, one in enumerate(lines)]
         if self.path is None:
             return
-        with self._writing() as db, _transaction(db):
+        rows = []
+        for i, line in enumerate(lines):
+            question = json.dumps([{"role": "user", "content": [{"text": line.question}]}])
+            rows.append((f"{i:04d}", line.model, line.prompt, question, line.answer))
+        with self._writing() as db, db:
+            db.execute("BEGIN IMMEDIATE")
             for episode in episodes:
                 db.execute(DELETE, (episode, term))
                 db.executemany(INSERT.format("REPLACE"), [(episode, term, *row) for row in rows])
@@ -68,7 +71,8 @@ class Transcripts:
         if self.path is None or not self.path.exists():
             return
         asked = "SELECT ?, term, key, model, prompt, messages, answer FROM transcripts WHERE episode = ? AND term = ?"
-        with self._writing() as db, _transaction(db):
+        with self._writing() as db, db:
+            db.execute("BEGIN IMMEDIATE")
             rows = db.execute(asked, (episode, source, term)).fetchall()
             if rows:
                 db.execute(DELETE, (episode, term))
@@ -77,8 +81,8 @@ class Transcripts:
     def _put(self, otherwise: str, about: tuple[str, ...], term: str, request: JudgeRequest, answer: str) -> None:
         if self.path is None or not about:
             return
-        said = json.dumps([{"role": m.role, "content": [_block(b) for b in m.content]} for m in request.messages])
-        rows = [(episode, term, request.key, request.model, request.prompt, said, answer) for episode in about]
+        messages = json.dumps([{"role": m.role, "content": [_block(b) for b in m.content]} for m in request.messages])
+        rows = [(episode, term, request.key, request.model, request.prompt, messages, answer) for episode in about]
         with self._writing() as db:
             db.executemany(INSERT.format(otherwise), rows)
 
@@ -108,22 +112,5 @@ class Transcripts:
                 self._db = None
 
 
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All that is written, or nothing."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
-
-
-def _question(text: str) -> str:
-    return json.dumps([{"role": "user", "content": [{"text": text}]}])
-
-
-def _block(block: Any) -> dict[str, str]:
+def _block(block: Block) -> dict[str, str]:
     return {"text": block.text} if isinstance(block, Text) else {"media": block.kind, "hash": block.hash}
