@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from sensorium.data.blank_media import GREY, blank, muted
 from sensorium.data.decoder import Decoder
-from sensorium.data.made_media import encode_clip
+from sensorium.data.made_media import GREY, blank, encode_clip, muted
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.sound import DecodedAudio, encode_wav

@@ -68,7 +68,7 @@ def test_a_mistake_in_the_code_of_a_row_names_the_source_and_is_not_skipped_as_a
     with pytest.raises(RecipeError, match=r"row 0 "):
         a_few([source])
     with pytest.raises(RecipeError, match=r"row \d "):
-        TaskStream([source], [1.0], seed=0).draw(0, 1, on_bad_row="skip")
+        TaskStream([source], [1.0], seed=0, on_bad_row="skip").draw(0, 1)
 
 
 def test_sources_of_the_package_are_read_in_place() -> None:

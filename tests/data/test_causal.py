@@ -142,7 +142,7 @@ def test_wrong_settings_are_refused() -> None:
         def __getitem__(self, index: int) -> Task:
             return Task("t")
 
-    with pytest.raises(RecipeError, match="can be told a history"):
+    with pytest.raises(RecipeError, match="causal_history takes one source"):
         CausalHistory(TaskStream([Plain()], [1.0], seed=0, shuffle=False))
 
 

@@ -54,7 +54,7 @@ def test_what_was_put_is_found_by_another_process_of_the_same_folder(tmp_path: P
     second = DiskCache(tmp_path, 10**6)
     assert same(second.get("a"), video(7))
     assert second.bytes == first.bytes > 0
-    assert (first.counters.hits, second.counters.hits) == (0, 1)
+    assert (first.hits, second.hits) == (0, 1)
 
 
 def test_a_damaged_entry_is_dropped_and_counted(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_damaged_entry_is_dropped_and_counted(tmp_path: Path) -> None:
     (entry,) = tmp_path.iterdir()
     entry.write_bytes(entry.read_bytes()[:-9])
     assert cache.get("a") is None
-    assert cache.counters.damaged == 1
+    assert cache.damaged == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,7 +76,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
         os.utime(path, (1000 + i, 1000 + i))
     assert cache.get("a") is not None
     cache.put("e", video())
-    assert cache.counters.evictions == 2
+    assert cache.evictions == 2
     assert [key for key in "abcde" if cache.get(key)] == ["a", "d", "e"]
     assert cache.bytes == 3 * size <= cache.limit
 
@@ -89,7 +89,7 @@ def test_the_limit_holds_whatever_is_put(tmp_path: Path) -> None:
         assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= cache.limit
     cache.put("huge", video(pixels=10_000))
     assert cache.get("huge") is None
-    assert cache.counters.evictions == 40 - len(list(tmp_path.iterdir()))
+    assert cache.evictions == 40 - len(list(tmp_path.iterdir()))
 
 
 def test_a_lower_limit_is_kept_from_the_start(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_many_writers_of_one_folder(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(use, range(400)))
-    assert sum(cache.counters.damaged for cache in caches) == 0
+    assert sum(cache.damaged for cache in caches) == 0
 
 
 WRITER = """
@@ -138,7 +138,7 @@ def test_a_killed_writer_leaves_no_half_entry(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 10**9)
     found = [cache.get(str(i)) for i in range(20)]
     assert any(clip is not None for clip in found)
-    assert cache.counters.damaged == 0
+    assert cache.damaged == 0
     for draft in tmp_path.glob(".*"):
         os.utime(draft, (1, 1))
     DiskCache(tmp_path, 10**9)

@@ -208,7 +208,7 @@ def test_a_long_search_for_starts_says_how_far_it_is(
 ) -> None:
     EnvironmentTasks("frozen_lake", MediaStore(), {"size": 4}, size=5)
     assert not capsys.readouterr().err
-    monkeypatch.setattr(environment_tasks, "TOLD_S", 0.0)
+    monkeypatch.setattr(environment_tasks, "REPORTED_S", 0.0)
     EnvironmentTasks("frozen_lake", MediaStore(), {"size": 4}, size=5)
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith("looking for 5 different starts of 'frozen_lake' for split 'train': 0 among the first 0 seeds")

@@ -177,7 +177,7 @@ def test_a_bad_row_is_an_error_that_names_file_and_row(train: Path, change: dict
     source = opened(train)
     with pytest.raises(TaskError, match=rf"emer_rewrite\.json, row 0: .*{what}"):
         source[0]
-    drawn = TaskStream([source], [1], seed=0, shuffle=False).draw(0, 3, on_bad_row="skip")
+    drawn = TaskStream([source], [1], seed=0, shuffle=False, on_bad_row="skip").draw(0, 3)
     assert [skip.row for skip in drawn.skipped] == [0]
 
 

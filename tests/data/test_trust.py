@@ -229,8 +229,8 @@ def test_a_parquet_file_that_is_changed_within_a_read(other: str, tmp_path: Path
         readings.append(table)
         return table
 
-    usual = rows._read
-    monkeypatch.setattr(rows, "_read", read)
+    usual = rows._read_group
+    monkeypatch.setattr(rows, "_read_group", read)
     if other == "a":
         assert rows[0].messages[0].text == "a"
         assert len(readings) == 2

@@ -129,7 +129,7 @@ def test_turns_count_what_the_stream_draws() -> None:
     sources = [[None] * 3, [None] * 11, [None] * 5]
     stream = TaskStream(sources, [0.5, 0.2, 0.3], seed=1)  # type: ignore[arg-type]
     for position in range(60):
-        drawn = [source for source, _ in stream.take(0, position)]
+        drawn = [stream.at(nth)[0] for nth in range(position)]
         assert stream.turns(position) == [drawn.count(i) for i in range(3)]
 
 

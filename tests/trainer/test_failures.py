@@ -277,7 +277,7 @@ def test_a_run_none_of_whose_prompts_fits_ends_once_every_task_was_looked_at(pla
 def test_a_run_none_of_whose_media_is_sound_ends_with_the_last_reason(tmp_path: Path) -> None:
     (tmp_path / "torn.png").write_bytes(b"\x89PNG torn")
     tasks = rows_file(tmp_path, *[asking("What?", f"torn-{i}", "torn.png") for i in range(5)]) | {"on_bad_row": "skip"}
-    said = r"every task of the mixture was skipped: 5 rows, and none can be played.*tasks\.jsonl:\d.*Mend the rows"
+    said = r"every task of the mixture was skipped: 5 rows, and none can be played.*tasks\.jsonl:\d.*tasks\.train"
     with pytest.raises(TaskError, match=said) as raised:
         run(tmp_path / "run", tasks=tasks)
     assert "on_bad_row" not in str(raised.value), "that is set already"

@@ -12,7 +12,7 @@ from shlex import quote
 from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unanswered, unfound
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, TaskStream, bounded
-from sensorium.data.planner import make_planner, untold
+from sensorium.data.planner import make_planner, without_history
 from sensorium.recipe.checks import cluster_notes, gpus_seen
 from sensorium.recipe.names import build, resolve, table, wrong_options
 from sensorium.recipe.plan import computing_notes
@@ -173,7 +173,7 @@ def _look_at_sources(
         tasks: list[Task] = []
         for row in range(first):
             try:
-                tasks.append(untold(source, row, recipe.tasks.planner.name if opened is not None else ""))
+                tasks.append(without_history(source, row, recipe.tasks.planner.name if opened is not None else ""))
             except (TaskError, MediaError) as error:
                 if recipe.tasks.on_bad_row == "refuse":
                     raise

@@ -12,7 +12,7 @@ from sensorium.assembly.session import EnvironmentMaker, make_scorer, open_store
 from sensorium.cluster.event_loop import run_async
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, Treatment, make_sources, permuted
-from sensorium.data.planner import CausalSource, gaps, untold
+from sensorium.data.planner import CausalSource, gaps, without_history
 from sensorium.engines.protocol import Request
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.actions import ActionGrammar
@@ -310,7 +310,7 @@ def _check_source(
     for nth in range(count):
         try:
             row = permuted(nth, len(source), "validate") if count < len(source) else nth
-            tasks.append(untold(source, row, planner))
+            tasks.append(without_history(source, row, planner))
         except (TaskError, MediaError) as error:
             bad.append(str(error))
     if planner == "causal_history" and isinstance(source, CausalSource):

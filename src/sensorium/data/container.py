@@ -1,4 +1,4 @@
-"""Opening a file that may hold video and sound, choosing a track, and saying what is wrong with it in our words.
+"""Opening a file that may hold video and sound, choosing a track, and checking that it is whole.
 
 PyAV is imported where a clip is opened: a run without clips needs none.
 """
@@ -22,8 +22,8 @@ FORMATS = (
 )
 # Containers that state a track's length; the others' lengths are estimates, by which nothing can be found missing.
 STATE_LENGTH = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "w64", "flac", "avi"}
+# How far a stated length or a trim may exceed the content: tables are rounded, and tracks seldom end together.
 SLACK_S = 0.5
-"""How far a stated length or a trim may exceed what is there: tables are rounded, and tracks seldom end together."""
 
 
 class BadClip(MediaError):
@@ -36,7 +36,7 @@ class BadClip(MediaError):
 
 @cache
 def library() -> Any:
-    """PyAV, and quiet."""
+    """PyAV, without its log."""
     try:
         import av
         import av.error
@@ -49,22 +49,19 @@ def library() -> Any:
     return av
 
 
-def _lenient(av: Any) -> dict[str, str]:
-    """How to open clips whose titles are not UTF-8: PyAV before 19 fails unless it is told to replace such bytes."""
-    return {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-
-
 @contextmanager
 def opened(source: Source, name: str, kind: str) -> Iterator[Any]:
-    """An open container; whatever goes wrong with it inside the block becomes a BadClip that names it."""
+    """An open container; any error in the block becomes a BadClip that names it."""
     if isinstance(source, bytes) and not source:
         raise BadClip(name, f"the {kind} is empty (0 bytes). Restore the file or drop the row.")
     av = library()
+    # PyAV before 19 fails at titles that are not UTF-8 unless it replaces such bytes.
+    lenient = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
     try:
         # A file object, not a path: a name such as 'concat:…' must not be taken for a protocol.
         with (
             BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file,
-            av.open(file, container_options={"format_whitelist": FORMATS}, **_lenient(av)) as container,
+            av.open(file, container_options={"format_whitelist": FORMATS}, **lenient) as container,
         ):
             yield container
     except (BadClip, AssertionError):
@@ -92,24 +89,24 @@ def track(container: Any, kind: str, name: str) -> Any:
 
 
 def zero(container: Any) -> float:
-    """The moment, in the container's clock, that all times of a clip count from."""
+    """The start of the clip in the container's clock, from which all its times count."""
     return container.start_time / library().time_base if container.start_time is not None else 0.0
 
 
 def stated_end(container: Any, stream: Any) -> float | None:
-    """Where a track ends by its container, in seconds from the clip's start; None if it does not say."""
+    """The end of a track by its container, in seconds from the clip's start; None if it is not stated."""
     if stream.duration is not None:
         start = stream.start_time if stream.start_time is not None else 0
         return float((start + stream.duration) * stream.time_base) - zero(container)
-    told = stream.metadata.get("DURATION", "")  # Matroska: 00:00:03.000000000
-    if told.count(":") == 2:
-        hours, minutes, seconds = told.split(":")
+    stated = stream.metadata.get("DURATION", "")  # Matroska: 00:00:03.000000000
+    if stated.count(":") == 2:
+        hours, minutes, seconds = stated.split(":")
         return int(hours) * 3600 + int(minutes) * 60 + float(seconds) - zero(container)
     return None
 
 
 def check_whole(container: Any, end: float | None, found: float, kind: str, name: str) -> None:
-    """Refuse a track of which less is there (``found`` seconds) than its container states."""
+    """Refuse a track that is shorter (``found`` seconds) than its container states."""
     if end is not None and container.format.name in STATE_LENGTH and found < end - SLACK_S:
         raise BadClip(name, f"is truncated: its {kind} should last {end:.2f} s and ends at {found:.2f} s. Restore it.")
 

@@ -1,4 +1,10 @@
-"""Decoding off the caller's thread: each medium once, however many ask, with bounded caches in memory and on disk."""
+"""Decoding off the caller's thread: each medium once, however many ask, with bounded caches in memory and on disk.
+
+Invariants: concurrent requests for one (content hash, parameters) share one decoding; memory stays within a bound; a medium
+that cannot be decoded fails alone, with an error that names it as its asker does. An entry on disk is complete or absent
+(written beside its place, then renamed) and ends in a checksum, so a kill, a full disk or another process in the same
+folder costs a decoding, never a wrong frame. The least recently used entries go first.
+"""
 
 import json
 import os
@@ -27,43 +33,27 @@ from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import MediaError
 
-# Invariants: an entry is complete or absent (written beside its place, then renamed), ends in a checksum, and is
-# decoded anew when it does not hold; so a kill, a full disk or another process in the same folder costs a decoding,
-# never a wrong frame. The least recently used entries go first once the folder is over its limit.
-
-
 Clip = DecodedVideo | DecodedAudio
 KINDS: dict[str, type[Clip]] = {"video": DecodedVideo, "sound": DecodedAudio}
 
 FORMAT = 3
 STALE_DRAFT_S = 3600.0
-RECOUNT_EVERY = 64
-"""Other processes write too, so the folder is counted again after so many entries of our own."""
-
-
-@dataclass
-class CacheCounters:
-    """Since this process opened the folder: entries found, entries evicted, entries found damaged."""
-
-    hits: int = 0
-    evictions: int = 0
-    damaged: int = 0
+RECOUNT_EVERY = 64  # entries of our own after which the folder is counted again, since other processes write too
 
 
 class DiskCache:
     """Decoded clips in a folder, within ``limit`` bytes. Several threads and processes may share the folder.
 
-    ``noted`` is told once if nothing can be written there: every clip is then decoded again when it is needed.
+    ``noted`` is called once if nothing can be written there: clips are then decoded again whenever they are needed.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self.counters = CacheCounters()
+        self.hits = self.evictions = self.damaged = 0  # since this process opened the folder
         self.noted: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2)
-        self._told = False
+        self._noted_problem = False
         self._lock = threading.Lock()
-        self._since_count = 0
-        self.bytes = 0
+        self._since_count = self.bytes = 0
         if folder.is_dir():  # else it is made with its first entry: most runs have only pictures, which are not kept here
             self._trim()
 
@@ -78,11 +68,11 @@ class DiskCache:
         clip = unpacked(data)
         with self._lock:
             if clip is None:
-                self.counters.damaged += 1
-                with suppress(OSError):  # of a folder that is only read, it stays and is decoded anew each time
+                self.damaged += 1
+                with suppress(OSError):  # in a read-only folder it stays, and is decoded again each time
                     path.unlink(missing_ok=True)
             else:
-                self.counters.hits += 1
+                self.hits += 1
         return clip
 
     def put(self, key: str, clip: Clip) -> None:
@@ -95,8 +85,14 @@ class DiskCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             with drafted(self._place(key), flushed=False, shared=True) as draft, draft.open("wb") as file:
                 file.writelines(body)
-        except OSError as error:  # a cache that cannot be written to is no cache, and no reason to stop
-            self._tell(error)
+        except OSError as error:  # a cache that cannot be written is no reason to stop
+            with self._lock:
+                known, self._noted_problem = self._noted_problem, True
+            if not known:
+                self.noted(
+                    f"decoded clips cannot be kept in '{self.folder}' ({error.strerror}), so each is decoded again "
+                    "whenever it is needed. Make room there, or choose another folder (media.cache)."
+                )
             return
         with self._lock:
             self.bytes += size
@@ -104,20 +100,12 @@ class DiskCache:
             if self.bytes > self.limit or self._since_count >= RECOUNT_EVERY:
                 self._trim()
 
-    def _tell(self, error: OSError) -> None:
-        with self._lock:
-            told, self._told = self._told, True
-        if not told:
-            self.noted(
-                f"decoded clips cannot be kept in '{self.folder}' ({error.strerror}), so each is decoded again whenever it "
-                "is needed. Make room there, or choose another folder (media.cache)."
-            )
-
     def _place(self, key: str) -> Path:
-        return self.folder / f"{key}.{FORMAT}-{_decoder_version()}"
+        # Another version of the decoders may give other pixels, so it does not use these entries.
+        return self.folder / f"{key}.{FORMAT}-{library().__version__}"
 
     def _trim(self) -> None:
-        """Count the folder, and let the least recently used entries go until it is a tenth below its limit."""
+        """Count the folder, and remove the least recently used entries until it is a tenth below its limit."""
         found: list[tuple[float, int, str]] = []
         now = time.time()
         for entry in os.scandir(self.folder):
@@ -128,14 +116,14 @@ class DiskCache:
                 elif now - seen.st_mtime > STALE_DRAFT_S:  # left by a process that was killed
                     os.unlink(entry.path)
             except OSError:
-                continue  # another process was quicker
+                continue  # another process removed it
         self.bytes = sum(size for _, size, _ in found)
         self._since_count = 0
         if self.bytes <= self.limit:
             return
         for _, size, path in sorted(found):
             Path(path).unlink(missing_ok=True)
-            self.counters.evictions += 1
+            self.evictions += 1
             self.bytes -= size
             if self.bytes <= self.limit * 0.9:
                 return
@@ -174,25 +162,15 @@ def unpacked(data: bytes) -> Clip | None:
     return KINDS[head["kind"]](**values)
 
 
-def _decoder_version() -> str:
-    """Another version of the decoders may give other pixels, so it does not use these entries."""
-    return str(library().__version__)
-
-
-# Invariants: concurrent requests for one (content hash, parameters) share one decoding; what is kept in memory stays
-# within a bound, whatever the number of steps; a medium that cannot be decoded fails alone, with an error that names
-# whoever asked.
-
-
 Decoded = Image.Image | Clip
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class DecodeCounters:
-    """What a decoder did: decodings, requests answered from memory, from disk and by sharing; and what the caches hold.
+    """Decodings of a decoder, requests answered from memory, from disk and by sharing; and the sizes of the caches.
 
-    ``disk_damaged`` entries were found broken and decoded anew.
+    ``disk_damaged`` entries were found broken and decoded again.
     """
 
     decoded: int
@@ -226,7 +204,9 @@ class Decoder:
             known = self._memory.get(media.key)
             if known is not None:
                 self._memory_hits += 1
-                return _done(known)
+                answer: Future[Decoded] = Future()
+                answer.set_result(known)
+                return answer
             work = self._under_way.get(media.key)
             if work is None:
                 work = self._under_way[media.key] = self._pool.submit(self._made, media)
@@ -243,7 +223,7 @@ class Decoder:
         return [_settled(work) for work in [self.request(item) for item in media]]
 
     def each(self, media: Iterable[Media]) -> "Iterator[tuple[Media, Decoded | MediaError]]":
-        """Media in order, each with what was decoded or its error. A few are decoded ahead; no more are held at once."""
+        """Media in order, each with its decoding or its error. A few are decoded ahead; no more are held at once."""
         waiting: deque[tuple[Media, Future[Decoded]]] = deque()
         for item in media:
             waiting.append((item, self.request(item)))
@@ -255,27 +235,26 @@ class Decoder:
 
     @property
     def counters(self) -> DecodeCounters:
-        """The counts so far."""
         disk = self.cache
         return DecodeCounters(
             decoded=self._decoded + self.store.pictures_decoded,
             memory_hits=self._memory_hits,
-            disk_hits=disk.counters.hits if disk else 0,
+            disk_hits=disk.hits if disk else 0,
             shared=self._shared,
             memory_evictions=self._memory.evictions,
-            disk_evictions=disk.counters.evictions if disk else 0,
-            disk_damaged=disk.counters.damaged if disk else 0,
+            disk_evictions=disk.evictions if disk else 0,
+            disk_damaged=disk.damaged if disk else 0,
             memory_bytes=self._memory.held,
             disk_bytes=disk.bytes if disk else 0,
         )
 
     def close(self) -> None:
-        """End the threads; what has not begun is not begun."""
+        """End the threads; queued requests are cancelled."""
         self._pool.shutdown(cancel_futures=True)
 
     def _made(self, media: Media) -> Decoded:
         try:
-            if media.kind == "picture":  # the store keeps decoded pictures itself, since it checks them when they are put
+            if media.kind == "picture":  # the store caches decoded pictures itself, since it checks them on arrival
                 return self.store.picture(media)
             clip = self.cache.get(media.key) if self.cache is not None else None
             if clip is None:
@@ -292,9 +271,9 @@ class Decoder:
 
 
 def open_decoder(store: MediaStore, folder: Path | None, *, cache_gib: float, memory_gib: float, threads: int) -> Decoder:
-    """A decoder of a store's media with a bounded folder in front: ``folder``, or ``decoded/`` beside the store's own.
+    """A decoder of a store's media with a disk cache in ``folder``, or in ``decoded/`` beside the store's own.
 
-    Without either, or at ``cache_gib`` 0, memory is all there is.
+    Without either, or at ``cache_gib`` 0, it caches in memory only.
     """
     if folder is None and store.folder is not None:
         folder = store.folder.parent / "decoded"
@@ -303,7 +282,7 @@ def open_decoder(store: MediaStore, folder: Path | None, *, cache_gib: float, me
 
 
 def decode(store: MediaStore, media: Media) -> Clip:
-    """Decode a video or sound as its parameters ask. A file that is changed meanwhile is refused, whatever was decoded."""
+    """Decode a video or sound as its parameters ask. A file that changes meanwhile is refused."""
     source = store.source_of(media)
     try:
         if isinstance(media.parameters, VideoParameters):
@@ -314,14 +293,8 @@ def decode(store: MediaStore, media: Media) -> Clip:
         store.source_of(media)
 
 
-def _done(clip: Clip) -> "Future[Decoded]":
-    answer: Future[Decoded] = Future()
-    answer.set_result(clip)
-    return answer
-
-
 def _answer(work: "Future[Decoded]", media: Media) -> "Future[Decoded]":
-    """The answer of shared work to one who asked; an error calls the medium by that one's name."""
+    """The answer of shared work to one asker; errors name the medium as this asker does."""
     answer: Future[Decoded] = Future()
 
     def pass_on(work: "Future[Decoded]") -> None:

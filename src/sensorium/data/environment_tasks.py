@@ -1,7 +1,7 @@
 """Tasks that are played in a named environment, one seed each, with train and test disjoint by content.
 
-Invariant: which side a start is on is decided by a hash of its content and nothing else, so no choice of seeds, sizes or
-sources can put the same start on both sides.
+Invariant: a hash of a start's content alone decides its side, so no choice of seeds, sizes or sources can put the same
+start on both sides.
 """
 
 import hashlib
@@ -17,33 +17,27 @@ from typing import Any, Literal
 from sensorium.cluster.pool import WorkerFailure, WorkerPool
 from sensorium.data.media_files import read_bytes
 from sensorium.data.media_store import MediaStore
-from sensorium.recipe.names import wrong_options
+from sensorium.recipe.names import build, needs_a_row, resolve, wrong_options
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, nearest
 from sensorium.vocabulary.plain import attempt, words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 TEST_SHARE = 0.25
-DEADLINE_S = 60.0
-"""How long the one environment that is built to check its options may take, and a call of content_key."""
-
+DEADLINE_S = 60.0  # for building the one environment that checks the options, and for a call of content_key
+# Seeds in one call of the worker thread, and seconds after which the rest of them go into a further call: a call for each
+# seed would take longer than most content keys do.
 AT_A_TIME, ASKED_S = 50, 1.0
-"""Seeds whose content is asked for at a time, and after how long those left are asked for in a further one: going to a
-thread for each would take longer than most of them do."""
-
-TOLD_S = 10.0
-"""After how long a search for starts says how far it is, and says it again."""
-
-ALIKE = 100
-"""Seeds after which a content that never changed is taken for constant."""
+REPORTED_S = 10.0  # how often a search for starts reports its progress
+ALIKE = 100  # seeds after which a content that never changed is taken for constant
 
 
 class EnvironmentTasks:
     """``size`` starts of one environment from one side of the split; all different unless ``distinct`` is off.
 
-    The environment class tells a start's content by ``content_key(seed, options)``. ``split_by: seed`` does not ask for it:
-    the sides then share no seed, but may share starts. One that ``stands_for`` another
-    (``remote``, ``isolated``) gives its tasks that one's name, so that they are sampled alike wherever they are played.
+    The content of a start is the environment class's ``content_key(seed, options)``. With ``split_by: seed`` it is not
+    used: the sides then share no seed, but may share starts. Tasks of an environment that ``stands_for`` another
+    (``remote``, ``isolated``) have that one's name, so that they are sampled alike wherever they are played.
     """
 
     def __init__(
@@ -57,12 +51,9 @@ class EnvironmentTasks:
         distinct: bool = True,
         split_by: Literal["content", "seed"] = "content",
     ) -> None:
-        from sensorium.recipe.names import needs_a_row, resolve
-
-        if split not in ("train", "test"):
-            raise RecipeError(f"environments: unknown split '{split}'{nearest(str(split), ['train', 'test'])}")
-        if split_by not in ("content", "seed"):
-            raise RecipeError(f"environments: unknown split_by '{split_by}'{nearest(str(split_by), ['content', 'seed'])}")
+        for option, given, known in (("split", split, ["train", "test"]), ("split_by", split_by, ["content", "seed"])):
+            if given not in known:
+                raise RecipeError(f"environments: unknown {option} '{given}'{nearest(str(given), known)}")
         if size < 1:
             raise RecipeError(f"environments: size is {size}; a source needs at least one task.")
         self.environment, self.split, self.split_by = environment, split, split_by
@@ -71,13 +62,13 @@ class EnvironmentTasks:
         if needs_a_row(kind):
             raise RecipeError(
                 f"environments: '{environment}' plays the questions of rows and has no seeds to start from. Read the rows "
-                f"with jsonl, parquet or hub, and say there environment: {{name: {environment}}}."
+                f"with jsonl, parquet or hub, with the option environment: {{name: {environment}}}."
             )
-        _try(environment, self.options, store)
+        _check_options(environment, self.options, store)
         if split_by == "content" and not hasattr(kind, "content_key"):
             raise RecipeError(
-                f"environments: '{environment}' has no content_key(seed, options), so train and test cannot be told apart. "
-                "Give its class one that returns what a seed leads to, such as the map as text, or set split_by: seed."
+                f"environments: '{environment}' has no content_key(seed, options), so train and test cannot be separated. "
+                "Give its class one that returns the start of a seed, such as the map as text, or set split_by: seed."
             )
         self.name = str(self.options.get("environment", environment)) if getattr(kind, "stands_for", False) else environment
         self.seeds = self._choose(kind, size, seed, distinct)
@@ -99,11 +90,11 @@ class EnvironmentTasks:
         contents: set[str] = set()
         candidates = 1000 + 100 * size
         found = self._contents(kind, (_hash(f"{seed}/{nth}") % 2**31 for nth in range(candidates)))
-        told = time.monotonic()
+        reported = time.monotonic()
         for nth, (candidate, content) in enumerate(found):
             contents.add(content)
-            if time.monotonic() - told >= TOLD_S:
-                told = time.monotonic()
+            if time.monotonic() - reported >= REPORTED_S:
+                reported = time.monotonic()
                 print(
                     f"looking for {size} {'different ' if distinct else ''}starts of '{self.environment}' for split "
                     f"'{self.split}': {len(chosen)} among the first {nth:,} seeds, of at most {candidates:,} …",
@@ -112,9 +103,8 @@ class EnvironmentTasks:
             if nth + 1 == ALIKE and len(contents) == 1 and (distinct or not chosen):
                 raise TaskError(
                     f"environments: the content_key of '{self.environment}' is {content!r:.60} for each of the first "
-                    f"{ALIKE} seeds. It must return what a seed leads to, such as the map as text: by it train and test "
-                    "are kept apart. If all seeds begin alike, and at most the course of it depends on them, set "
-                    "split_by: seed."
+                    f"{ALIKE} seeds. It must return the start of a seed, such as the map as text: it separates train and "
+                    "test. If all seeds start alike and differ later, set split_by: seed."
                 )
             if side(content) == self.split and not (distinct and content in seen):
                 seen.add(content)
@@ -127,7 +117,7 @@ class EnvironmentTasks:
         )
 
     def _contents(self, kind: Any, seeds: Iterator[int]) -> Iterator[tuple[int, str]]:
-        """Seeds with what they lead to. The environment's class is asked in a thread, about a few at a time."""
+        """Seeds with their content. The environment's class is called in a thread, for a few seeds at a time."""
         if self.split_by == "seed":
             yield from ((seed, f"seed {seed}") for seed in seeds)
             return
@@ -137,8 +127,8 @@ class EnvironmentTasks:
             few: list[int] = []
             while few := few or list(islice(seeds, AT_A_TIME)):
                 found = pool.call_now(partial(_keys, kind, few, self.options), DEADLINE_S + ASKED_S, worker).value
-                told, few = few[: len(found)], few[len(found) :]
-                for candidate, (content, error) in zip(told, found, strict=True):
+                answered, few = few[: len(found)], few[len(found) :]
+                for candidate, (content, error) in zip(answered, found, strict=True):
                     if isinstance(error, SensoriumError):
                         raise error
                     if error is not None:
@@ -150,7 +140,7 @@ class EnvironmentTasks:
         except WorkerFailure as overdue:
             raise RecipeError(
                 f"environments: the content_key of '{self.environment}' {overdue}, asked about seed {few[0]} or one of the "
-                "next. See what it waits for, or set split_by: seed, which does not ask what a seed leads to."
+                "next. See what it waits for, or set split_by: seed, which does not call it."
             ) from overdue
         finally:
             pool.give_back(worker)
@@ -158,31 +148,22 @@ class EnvironmentTasks:
 
 
 def _keys(kind: Any, seeds: list[int], options: Mapping[str, Any]) -> list[tuple[str, BaseException | None]]:
-    """What seeds lead to: all of them, or where that is slow the first few."""
-
-    def key(seed: int) -> str:
-        return str(kind.content_key(seed, options))
-
+    """The contents of seeds: of all of them, or where that is slow of the first few."""
     found, late = [], time.monotonic() + ASKED_S
     for seed in seeds:
-        found.append(attempt(key, seed))
+        found.append(attempt(lambda seed=seed: str(kind.content_key(seed, options))))
         if time.monotonic() > late:
             break
     return found
 
 
-def _try(environment: str, options: Mapping[str, Any], store: MediaStore) -> None:
-    """Build one environment and close it, so that options that do not fit are refused before anything is played."""
-    from sensorium.recipe.names import build
-
+def _check_options(environment: str, options: Mapping[str, Any], store: MediaStore) -> None:
+    """Build one environment and close it, so that wrong options are refused before anything is played."""
     where = f"environments of '{environment}'"
     pool = WorkerPool("environment")
     worker = pool.lease()
     try:
         built = pool.call_now(lambda: build("environment", environment, options, where, store=store), DEADLINE_S, worker)
-    except WorkerFailure as error:
-        raise RecipeError(f"{where}: building one {error}. See what it waits for.") from error
-    else:
         if isinstance(built.error, SensoriumError):
             raise built.error
         if built.error is not None:
@@ -190,6 +171,8 @@ def _try(environment: str, options: Mapping[str, Any], store: MediaStore) -> Non
         closing = getattr(built.value, "close", None)
         if closing is not None:
             worker.submit(closing, DEADLINE_S)  # nobody waits for it
+    except WorkerFailure as error:
+        raise RecipeError(f"{where}: building one {error}. See what it waits for.") from error
     finally:
         pool.give_back(worker)
         pool.close()
@@ -204,16 +187,14 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-# Train and test are told apart by a hash of the file's bytes, and equal files are one task, so the sides share nothing.
-
-
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
 class SvgFiles:
     """The files of ``path`` (and of folders in it) on one side of the split; ``options`` are the environment's.
 
-    An SVG file is drawn, and its code is the demonstration; of a picture only the pixels are known.
+    An SVG file is drawn, and its code is the demonstration; a picture has only its pixels. A hash of the content decides
+    the side, and equal files are one task, so train and test share nothing.
     """
 
     def __init__(
@@ -258,7 +239,7 @@ class SvgFiles:
         return self._tasks[index]
 
     def _task(self, file: Path, name: str, store: MediaStore) -> tuple[str, Task]:
-        """A file's content, as text, and its task."""
+        """The content of a file as text, and its task."""
         environment = EnvironmentSpec("svg", self.options)
         if file.suffix.lower() != ".svg":
             shown = store.put_picture(read_bytes(file, "picture", str(file)), str(file))

@@ -17,7 +17,7 @@ class LRU(Generic[K, V]):
 
     ``size`` of a value must not change while it is held; by default every value counts 1. ``at_least`` so many values stay
     whatever their size; without it a value larger than the bound is not held at all. ``held`` is the size of all values,
-    ``hits`` counts the keys that ``get`` found, ``evictions`` the values that were dropped for want of room.
+    ``hits`` counts the keys that ``get`` found, ``evictions`` the values dropped to stay within the bound.
     """
 
     def __init__(self, bound: int | None, size: Callable[[V], int] = lambda _: 1, *, at_least: int = 0) -> None:

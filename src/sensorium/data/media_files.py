@@ -1,4 +1,7 @@
-"""Files and bytes of media as data sets carry them: opened safely, bounded in size, known by how their bytes begin."""
+"""Files and bytes of media as data sets carry them: opened safely, bounded in size, typed by their first bytes.
+
+A pipe or a device would be read for ever, and a path like ``../../.ssh/id_rsa`` is no picture of the data set.
+"""
 
 import base64
 import binascii
@@ -30,36 +33,24 @@ class MediaLimits:
 
     def refuse_pixels(self, width: int, height: int, what: str) -> str:
         """Why a picture or frame of this size is not decoded; empty if it is."""
-        if width * height <= self.pixels:
-            return ""
-        return (
-            f"{what} of {width} × {height} = {width * height:,} pixels is beyond media.max_pixels {self.pixels:,}. Shrink "
-            "it, or raise that setting."
-        )
+        size = f"{width} × {height} = {width * height:,} pixels is beyond media.max_pixels {self.pixels:,}"
+        return "" if width * height <= self.pixels else f"{what} of {size}. Shrink it, or raise that setting."
 
     def refuse_file(self, size: int) -> str:
         """Why a file of so many bytes is not read; empty if it is."""
-        if size <= self.file_mib * MIB:
-            return ""
-        return f"a file of {size / MIB:,.0f} MiB is beyond media.max_file_mib {self.file_mib:g}. Shrink it, or raise that."
+        bound = f"{size / MIB:,.0f} MiB is beyond media.max_file_mib {self.file_mib:g}"
+        return "" if size <= self.file_mib * MIB else f"a file of {bound}. Shrink it, or raise that."
 
     def refuse_length(self, seconds: float) -> str:
         """Why a clip of so many seconds is not decoded; empty if it is."""
-        if seconds <= self.clip_s:
-            return ""
-        return f"{seconds:,.0f} s are beyond media.max_clip_s {self.clip_s:g}. Trim it with start and end, or raise that."
+        bound = f"{seconds:,.0f} s are beyond media.max_clip_s {self.clip_s:g}"
+        return "" if seconds <= self.clip_s else f"{bound}. Trim it with start and end, or raise that."
 
     def refuse_decoded(self, size: int) -> str:
         """Why a clip that takes so many bytes when decoded is not decoded; empty if it is."""
-        if size <= self.clip_mib * MIB:
-            return ""
-        return (
-            f"decoded it would take {size / MIB:,.0f} MiB, and media.max_clip_mib is {self.clip_mib:g}. Ask for fewer or "
-            "smaller frames or a shorter part, or raise that."
-        )
-
-
-# A pipe or a device would be read for ever, and a path like ``../../.ssh/id_rsa`` is no picture of the data set.
+        bound = f"decoded it would take {size / MIB:,.0f} MiB, and media.max_clip_mib is {self.clip_mib:g}"
+        way_out = "Ask for fewer or smaller frames or a shorter part, or raise that."
+        return "" if size <= self.clip_mib * MIB else f"{bound}. {way_out}"
 
 
 KINDS = (
@@ -72,7 +63,7 @@ KINDS = (
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file, open for reading; an OSError says what else it is. Never waits for a writer."""
+    """A regular file, open for reading; OSError for anything else. Never waits for a writer."""
     _refuse_other(os.stat(path).st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -84,9 +75,9 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def file_state(seen: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to; its last number also when only links or rights change.
+    """Numbers that change when a file is replaced or written to; the last also when only links or rights change.
 
-    That one, the time of the last change, cannot be set: a file of the same size with a copied time is another one.
+    That one, the time of the last change, cannot be set: it also reveals a file of the same size with a copied time.
     """
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
@@ -118,9 +109,7 @@ def _refuse_other(mode: int) -> None:
         raise OSError(errno.EINVAL, f"it is {what}, not a regular file")
 
 
-HEAD_BYTES = 64
-"""How much of a file the type is told from."""
-
+HEAD_BYTES = 64  # the bytes that decide a file's type
 UNKNOWN = "application/octet-stream"
 STARTS: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG", "image/png"),
@@ -143,15 +132,15 @@ BRANDS = {b"qt  ": "video/quicktime", b"M4A ": "audio/mp4", b"avif": "image/avif
 
 
 def mime_type(head: bytes, kind: MediaKind) -> str:
-    """The type of a medium of ``kind`` whose bytes begin so. Of a file that may hold both, a sound is the sound alone."""
+    """The MIME type of a medium of ``kind`` by its first bytes; a container that may hold both is audio for a sound."""
     found = _found(head)
     return found.replace("video/", "audio/") if kind == "sound" else found
 
 
 def kind_of(head: bytes, name: str = "") -> MediaKind | None:
-    """Whether bytes that begin so are a picture, a video or a sound; None if neither they nor the file's name say it.
+    """Picture, video or sound, by the first bytes or else by the file's name; None if neither is known.
 
-    A container that may hold both is a sound where the name says so (``.m4a``, ``.oga``).
+    A container that may hold both is a sound where its name is one of a sound (``.m4a``, ``.oga``).
     """
     by_bytes, by_name = _found(head), mimetypes.guess_type(name, strict=False)[0] or ""
     found = by_name if by_bytes == UNKNOWN or (by_bytes.startswith("video/") and by_name.startswith("audio/")) else by_bytes
@@ -182,16 +171,24 @@ FORMS = "a path, a data URI, base64 data, bytes, or {'bytes': …, 'path': …}"
 
 
 def located(source: Any, kind: MediaKind, origin: str, folder: Path | None = None) -> bytes | Path:
-    """A medium's encoded bytes, or the path of a file that holds them (relative paths start from ``folder``)."""
+    """A medium's encoded bytes, or the path of a file with them (relative to ``folder``)."""
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, Mapping):
-        return _from_struct(source, kind, origin, folder)
+        held, path = source.get("bytes"), source.get("path")
+        if set(source) - {"bytes", "path"} or (held is None and path is None):
+            raise MediaError(f"{origin}: a {kind} with keys {sorted(source)} cannot be read. Give {FORMS}.")
+        if isinstance(held, str):
+            return base64_bytes(held, kind, origin)
+        return located(path if held is None else held, kind, origin, folder)
     if isinstance(source, Path):
         return source if folder is None else folder / source
     if isinstance(source, str):
         if source.startswith("data:"):
-            return _from_data_uri(source, kind, origin)
+            head, comma, body = source.partition(",")
+            if not comma:
+                raise MediaError(f"{origin}: '{source[:40]}' is not a data URI; its data must follow a comma.")
+            return base64_bytes(body, kind, origin) if head.endswith(";base64") else unquote_to_bytes(body)
         if "://" in source[:16]:
             raise MediaError(f"{origin}: '{source[:80]}' is remote and is not fetched. Download it and give its path.")
         return Path(source) if folder is None else folder / source
@@ -228,20 +225,3 @@ def base64_bytes(text: str, kind: MediaKind, origin: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise MediaError(f"{origin}: the {kind}'s base64 data is broken: {error}.") from error
-
-
-def _from_struct(source: Mapping[str, Any], kind: MediaKind, origin: str, folder: Path | None) -> bytes | Path:
-    held, path = source.get("bytes"), source.get("path")
-    unknown = set(source) - {"bytes", "path"}
-    if unknown or (held is None and path is None):
-        raise MediaError(f"{origin}: a {kind} with keys {sorted(source)} cannot be read. Give {FORMS}.")
-    if held is not None:
-        return base64_bytes(held, kind, origin) if isinstance(held, str) else located(held, kind, origin, folder)
-    return located(path, kind, origin, folder)
-
-
-def _from_data_uri(uri: str, kind: MediaKind, origin: str) -> bytes:
-    head, comma, body = uri.partition(",")
-    if not comma:
-        raise MediaError(f"{origin}: '{uri[:40]}' is not a data URI; its data must follow a comma.")
-    return base64_bytes(body, kind, origin) if head.endswith(";base64") else unquote_to_bytes(body)

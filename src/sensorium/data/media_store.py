@@ -1,16 +1,17 @@
 """The content-addressed store of media: each distinct medium is kept once, by the sha256 of its bytes.
 
 Invariants: a file ``folder/<hash>`` is complete or absent (written beside its place, then renamed). With a folder, memory
-holds only the most recently used media, within a bound, so it does not grow with steps; without one (tests) memory is all
-there is and nothing is forgotten. Videos and sounds given as files are never loaded whole: they are hashed as a stream,
-once while they do not change, and linked into the folder, or copied where no link can be made. Threads may share it.
+holds only the most recently used media, within a bound; without one (tests) memory holds all of them. Videos and sounds
+given as files are never loaded whole: they are hashed as a stream, once while they do not change, and linked into the
+folder, or copied where no link can be made. Threads may share it.
 """
 
 import hashlib
 import os
 import shutil
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from PIL import Image
@@ -30,7 +31,7 @@ HASHES_KEPT = 1 << 16
 class MediaStore:
     """Bytes by content hash, in memory or below a folder (a run directory's ``media/``).
 
-    ``stored_bytes`` is what the folder holds; linked clips count from the next time it is opened.
+    ``stored_bytes`` is the size of the folder; linked clips count from the next time it is opened.
     """
 
     def __init__(self, folder: Path | None = None, memory_mib: int = 256, limits: MediaLimits | None = None) -> None:
@@ -57,7 +58,7 @@ class MediaStore:
         return Media(kind, digest, origin, parameters)
 
     def put_picture(self, data: bytes, origin: str) -> Media:
-        """Keep a picture once it has been decoded: a corrupt one is refused by its origin and leaves nothing behind."""
+        """Keep a picture that can be decoded; a corrupt one is refused, by its origin, and leaves nothing behind."""
         digest = hashlib.sha256(data).hexdigest()
         if self._pictures.get(digest) is None:
             self._pictures.add(digest, self._decoded(data, origin))
@@ -85,54 +86,54 @@ class MediaStore:
         source = other.source_of(media)
         if isinstance(source, bytes):
             self.put(source, media.kind)
-        elif self.folder is not None:
-            try:
+        elif self.folder is None:
+            self._files[media.hash] = source
+        else:
+            with _readable(media, source):
                 self._digests.add(file_state(source.stat()), media.hash)  # the other store has just checked it
                 self._link(self.folder, media.hash, source)
-            except OSError as error:
-                raise MediaError(f"{_who(media)} is not in the store '{source.parent}': {error.strerror}.") from error
-        else:
-            self._files[media.hash] = source
 
     def size_of(self, media: Media) -> int:
-        """How many bytes a medium has, without reading them."""
+        """The number of bytes of a medium, without reading them."""
         path = self._path(media)
         if path is None:
             return len(self.bytes_of(media))
-        try:
+        with _readable(media, path):
             return path.stat().st_size
-        except OSError as error:
-            raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
 
     def head_of(self, media: Media, count: int) -> bytes:
         """The first bytes of a medium, without reading the others."""
         path = self._path(media)
         if path is None:
             return self.bytes_of(media)[:count]
-        try:
-            with path.open("rb") as file:
-                return file.read(count)
-        except OSError as error:
-            raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
+        with _readable(media, path), path.open("rb") as file:
+            return file.read(count)
 
     def source_of(self, media: Media) -> bytes | Path:
-        """Where a decoder reads a medium: its file, or its bytes where there is none. Its content is checked by hash."""
+        """The file that a decoder reads, or the bytes where there is none. Its content is checked by hash."""
         path = self._path(media)
         if path is None:
             return self.bytes_of(media)
-        try:
+        with _readable(media, path):
             digest = self._digest(path)
-        except OSError as error:
-            raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
-        return path if digest == media.hash else _refuse_changed(media, path)
+        if digest != media.hash:
+            raise _changed(media, path)
+        return path
 
     def bytes_of(self, media: Media) -> bytes:
         """The bytes of a medium; an unknown hash, or a file that no longer matches its hash, is an error."""
         data = self._bytes.get(media.hash)
-        if data is None:
-            data = self._read(media)
-            if self.folder is not None:  # without one the file it came from serves, and memory would never let go
-                self._bytes.add(media.hash, data)
+        if data is not None:
+            return data
+        path = self._path(media)
+        if path is None:
+            raise MediaError(f"{_named(media)} is not in the store.")
+        with _readable(media, path):
+            data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != media.hash:
+            raise _changed(media, path)
+        if self.folder is not None:  # without one its own file can be read again, and memory has no bound
+            self._bytes.add(media.hash, data)
         return data
 
     def picture(self, media: Media) -> Image.Image:
@@ -151,18 +152,6 @@ class MediaStore:
     def _path(self, media: Media) -> Path | None:
         return self._files.get(media.hash) if self.folder is None else self.folder / media.hash
 
-    def _read(self, media: Media) -> bytes:
-        path = self._path(media)
-        if path is None:
-            raise MediaError(f"{_who(media)} is not in the store.")
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise MediaError(f"{_who(media)} is not in the store '{path.parent}': {error.strerror}.") from error
-        if hashlib.sha256(data).hexdigest() != media.hash:
-            _refuse_changed(media, path)
-        return data
-
     def _digest(self, path: Path) -> str:
         """The hash of a file's content, remembered while the file stays as it is."""
         with open_regular(path) as file:
@@ -179,7 +168,7 @@ class MediaStore:
         raise busy()
 
     def _link(self, folder: Path, digest: str, path: Path) -> None:
-        """Have a file that was hashed in the folder; one that was replaced since is refused, whatever came of it."""
+        """Link a file that was hashed into the folder; one that was replaced since is refused."""
         place = folder / digest
         with suppress(OSError):
             if self._digest(place) == digest:
@@ -188,7 +177,7 @@ class MediaStore:
         with drafted(place, flushed=False, shared=True) as draft:
             try:
                 os.link(path, draft)
-            except OSError:  # another file system, or somebody else's file
+            except OSError:  # another file system, or another user's file
                 shutil.copyfile(path, draft)
                 self._count(draft.stat().st_size)
         found = file_state(place.lstat())
@@ -214,13 +203,22 @@ class MediaStore:
         self._count(len(data))
 
 
-def _who(media: Media) -> str:
+def _named(media: Media) -> str:
     return f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'})"
 
 
-def _refuse_changed(media: Media, path: Path) -> Path:
-    raise MediaError(
-        f"{_who(media)}: its file in '{path.parent}' was changed or damaged. A clip there is a link to the data's own file "
-        "where possible, so one that is written over in place changes there too. Put the original back and run again; "
+@contextmanager
+def _readable(media: Media, path: Path) -> Iterator[None]:
+    """Turn errors of reading a file into a MediaError that names the medium."""
+    try:
+        yield
+    except OSError as error:
+        raise MediaError(f"{_named(media)} is not in the store '{path.parent}': {error.strerror}.") from error
+
+
+def _changed(media: Media, path: Path) -> MediaError:
+    return MediaError(
+        f"{_named(media)}: its file in '{path.parent}' was changed or damaged. A clip there is a link to the data's own "
+        "file where possible, so one that is overwritten in place changes there too. Restore the original and run again; "
         "replace files by renaming new ones over them."
     )

@@ -1,7 +1,7 @@
 """From plain data to messages: roles and content blocks as data sets write them. Every error names the row."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,14 +14,13 @@ from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError, near
 from sensorium.vocabulary.plain import text_of
 
 ClipKind = Literal["video", "sound"]
-INSTEAD = {"frames": "fps", "fps": "frames"}
-"""What a row says of one it says instead of the other."""
+INSTEAD = {"frames": "fps", "fps": "frames"}  # either replaces the other
 
 
 class ClipOptions:
     """A source's options ``video`` (frames or fps, pixel budgets, trim) and ``sound`` (sample rate, trim), checked.
 
-    Both are in the words of VideoParameters and AudioParameters: ``video: {frames: 8, max_pixels_per_frame: 100352}``.
+    Both have the fields of VideoParameters and AudioParameters: ``video: {frames: 8, max_pixels_per_frame: 100352}``.
     """
 
     def __init__(
@@ -36,19 +35,19 @@ class ClipOptions:
 
     @property
     def hears_in_video(self) -> bool:
-        """Whether videos are shown with their sound inside; where only that is heard, options of sounds are refused."""
+        """Whether videos are shown with their own sound."""
         return bool(self._given["video"].get("use_audio_in_video"))
 
     def refuse_other_sound(self, where: str) -> None:
-        """Refuse options of sounds where videos bring their own."""
+        """Refuse options of sounds where videos have their own."""
         if self.hears_in_video and self._given["sound"]:
             raise RecipeError(
-                f"{where}: option 'sound' does nothing with video: {{use_audio_in_video: true}}, where the sound is cut as "
-                "the video is. Leave one of the two out."
+                f"{where}: option 'sound' has no effect with video: {{use_audio_in_video: true}}, where the sound is cut "
+                "as the video is. Leave one of the two out."
             )
 
     def parameters(self, kind: ClipKind, asked: Mapping[str, Any]) -> Parameters:
-        """The parameters of one clip, of which a row asks ``asked``; a ValueError says what does not fit."""
+        """The parameters of one clip with a row's own ones, ``asked``; ValueError if they do not fit."""
         given = {key: value for key, value in self._given[kind].items() if INSTEAD.get(key) not in asked}
         return parameters_from(USUAL[kind], {**given, **asked})
 
@@ -64,18 +63,17 @@ TYPES: dict[str, MediaKind] = {
     "sound": "sound",
     "audio_url": "sound",
 }
+# Keys of a block that may hold the medium itself. The other keys of a video or sound block are its parameters.
 CARRIERS = ("path", "data", "bytes", "url", *TYPES)
-"""Keys of a block that may hold the medium itself. What else a video or sound block has are its parameters."""
-
 PLACEHOLDERS: dict[MediaKind, str] = {"picture": "<image>", "video": "<video>", "sound": "<audio>"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands: its name in errors, the folder its paths start from, the store its media go to.
+    """The context of a row: its name in errors, the folder of its relative paths, the store of its media.
 
-    ``roots`` are the folders its media may lie in, links resolved; None: anywhere, for rows that the user's own code made.
-    ``service``: the row came in a request, so that who started the service opens folders, not a recipe.
+    ``roots`` are the folders that may hold its media, links resolved; None: any, for rows that the user's own code made.
+    ``service``: the row came in a request, so that folders are opened by an option of the service, not by a recipe.
     """
 
     where: str
@@ -96,7 +94,7 @@ class Place:
         return self.store.put_picture(data, origin)
 
     def clip(self, kind: ClipKind, source: Any, item: str, asked: Mapping[str, Any] | None = None) -> Media:
-        """A video or sound of this row, decoded later as the source and ``asked`` say; a missing one is refused."""
+        """A video or sound of this row, decoded later as the source and ``asked`` define; a missing one is refused."""
         try:
             parameters = self.clips.parameters(kind, asked or {})
         except ValueError as error:
@@ -107,7 +105,7 @@ class Place:
         return self.store.put(found, kind, origin, parameters)
 
     def _located(self, source: Any, kind: MediaKind, item: str) -> tuple[bytes | Path, str]:
-        """The bytes or the file of a medium, and what errors call it; a file outside of the roots is refused."""
+        """The bytes or the file of a medium, and its name in errors; a file outside of the roots is refused."""
         origin = f"{self.where}, {item}"
         found = located(source, kind, origin, self.folder)
         if not isinstance(found, Path):
@@ -144,7 +142,7 @@ def messages_of(raw: Any, place: Place) -> tuple[Message, ...]:
 def fill_placeholders(
     messages: Sequence[Message], media: Mapping[MediaKind, Sequence[Media]], place: Place
 ) -> tuple[Message, ...]:
-    """Put media where the texts say ``<image>``, ``<video>`` or ``<audio>``, in order; their numbers must agree."""
+    """Put media in the places of ``<image>``, ``<video>`` and ``<audio>``, in order; their numbers must agree."""
     texts = [block.text for m in messages for block in m.content if isinstance(block, Text)]
     for kind, items in media.items():
         count = sum(text.count(PLACEHOLDERS[kind]) for text in texts)
@@ -154,11 +152,22 @@ def fill_placeholders(
                 f"{kind} its placeholder, or set media_first: true for texts without any."
             )
     left = {PLACEHOLDERS[kind]: iter(items) for kind, items in media.items()}
-    return tuple(Message(m.role, tuple(b for block in m.content for b in _filled(block, left))) for m in messages)
+    pattern = f"({'|'.join(map(re.escape, left))})"
+    filled = []
+    for message in messages:
+        blocks: list[Block] = []
+        for block in message.content:
+            if not isinstance(block, Text) or not left:
+                blocks.append(block)
+                continue
+            for text in filter(None, re.split(pattern, block.text)):
+                blocks.append(next(left[text]) if text in left else Text(text))
+        filled.append(Message(message.role, tuple(blocks)))
+    return tuple(filled)
 
 
 def put_first(messages: Sequence[Message], media: Mapping[MediaKind, Sequence[Media]], place: Place) -> tuple[Message, ...]:
-    """Put pictures, videos and sounds before the last message's text, which must not have places for them."""
+    """Put pictures, videos and sounds before the last message's text, which must not have placeholders."""
     for kind in media:
         if any(PLACEHOLDERS[kind] in message.text for message in messages):
             raise place.error(f"the text has {PLACEHOLDERS[kind]} placeholders and media_first is on; turn it off.")
@@ -221,17 +230,6 @@ def _medium(kind: MediaKind, raw: Mapping[str, Any], item: str, place: Place) ->
     return place.picture(source, item) if kind == "picture" else place.clip(kind, source, item, asked)
 
 
-def _filled(block: Block, media: Mapping[str, Iterator[Media]]) -> Iterator[Block]:
-    if not isinstance(block, Text) or not media:
-        yield block
-        return
-    for text in re.split(f"({'|'.join(map(re.escape, media))})", block.text):
-        if text in media:
-            yield next(media[text])
-        elif text:
-            yield Text(text)
-
-
 def _present(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the empty fields: Parquet gives every block the keys of all others."""
+    """The fields that are not None: Parquet gives every block the keys of all others."""
     return {key: value for key, value in raw.items() if value is not None}

@@ -1,4 +1,9 @@
-"""A mixture of sources as one endless stream, addressed by position; a user's own source answers within a deadline."""
+"""A mixture of sources as one endless stream, addressed by position; a user's own source answers within a deadline.
+
+Invariants: the row at a position is a function of (sources, weights, seed, position) and of nothing else, so resuming
+needs only a position. Each source is passed through once per epoch of its own, in a permutation keyed by (seed, source,
+epoch). Among the first p positions every source has its weight's share, give or take as many tasks as there are sources.
+"""
 
 import hashlib
 import sys
@@ -26,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class TaskSource(Protocol):
-    """Random access to tasks. ``__getitem__`` may raise TaskError or MediaError for a bad row; the policy decides.
+    """Random access to tasks. ``__getitem__`` raises TaskError or MediaError for a bad row (see ``on_bad_row``).
 
-    A source whose categories have names in a published table says so in ``table_columns`` {category: name}. One that reads
-    rows from files has ``row_digests`` {file: digest of its content}: a resumed run reports a file that was rewritten.
+    ``table_columns`` {category: name}, if it has them, are the categories' names in a published table. A source of files
+    has ``row_digests`` {file: digest of its content}: a resumed run reports a file that was rewritten.
     """
 
     def __len__(self) -> int: ...
@@ -42,15 +47,15 @@ def table_columns(sources: Iterable[TaskSource]) -> dict[str, str]:
     return {category: name for source in sources for category, name in getattr(source, "table_columns", {}).items()}
 
 
-# Each is called in one thread, whoever asks, so that files and connections stay where they were opened. What the clock
-# decides is never skipped as a bad row would be: a resumed run could decide otherwise.
-
-
 ROW_DEADLINE_S = 300.0
 
 
 class _BoundedCalls:
-    """Calls of one object of the user's own, one at a time in one thread, each waited for at most ``deadline_s``."""
+    """Calls of one object of the user's own, one at a time, each waited for at most ``deadline_s``.
+
+    All run in one thread, so that files and connections stay in the thread that opened them. A late row is an error and
+    never skipped as a bad row: the clock could decide otherwise in a resumed run.
+    """
 
     def __init__(self, subject: str, advice: str, deadline_s: float) -> None:
         self._subject, self._advice, self._deadline_s = subject, advice, deadline_s
@@ -59,7 +64,7 @@ class _BoundedCalls:
         self._lock = threading.Lock()
 
     def ask(self, what: str, call: Callable[[], Any]) -> Any:
-        """What a call returns, or the error it raises."""
+        """The value that a call returns; its error is raised here."""
         with self._lock:
             try:
                 self._worker = self._worker or self._pool.lease()
@@ -94,17 +99,19 @@ class BoundedSource:
         except SensoriumError:
             raise
         except Exception as error:  # a source of the user's own may raise anything; such a row is a mistake in its code
-            place = _line_of(error, type(self._source))
+            file = getattr(sys.modules.get(type(self._source).__module__), "__file__", None)
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+            place = f" ({Path(str(file)).name}:{lines[-1]})" if lines else ""
             raise RecipeError(f"{self._who}, row {index}{place}: {words(error)}") from error
         return task
 
     def __getattr__(self, name: str) -> Any:
-        """What else a source has, such as ``table_columns``."""
+        """Further attributes of the source, such as ``table_columns``."""
         return getattr(self.__dict__["_source"], name)
 
 
 class BoundedPlanner:
-    """A planner whose every answer is waited for at most ``deadline_s``."""
+    """A planner whose every call is waited for at most ``deadline_s``."""
 
     def __init__(self, planner: "Planner", name: str, deadline_s: float = ROW_DEADLINE_S) -> None:
         self._planner = planner
@@ -112,40 +119,23 @@ class BoundedPlanner:
         self._calls = _BoundedCalls(f"tasks.planner: '{name}'", "a step cannot begin before it has its tasks.", deadline_s)
 
     def draw(self, count: int) -> "PlannedTasks":
-        """The next tasks."""
         drawn: PlannedTasks = self._calls.ask(f"{count} tasks", lambda: self._planner.draw(count))
         return drawn
 
     def observe(self, groups: "Sequence[GroupOutcome]") -> None:
-        """What became of a step's groups."""
         self._calls.ask("observe()", lambda: self._planner.observe(groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """The planner's state."""
         state: dict[str, Any] = self._calls.ask("its state", self._planner.state_dict)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
         self._calls.ask("load_state_dict()", lambda: self._planner.load_state_dict(state))
 
 
-def _line_of(error: Exception, kind: type) -> str:
-    """Where in the file of a class an error was raised, as `` (rows.py:7)``; empty if nowhere in it."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" ({Path(str(file)).name}:{lines[-1]})" if lines else ""
-
-
 def bounded(source: TaskSource, name: str, where: str) -> TaskSource:
-    """The source itself where it is one of ours, which read files; a user's own behind a deadline."""
+    """A user's own source behind a deadline; one of ours, which only read files, as it is."""
     return BoundedSource(source, name, where) if ":" in name else source
-
-
-# Invariants: what stands at a position is a function of (sources, weights, seed, position) and of nothing else, so
-# resuming needs only a position. Each source is passed through once per epoch of its own, in a permutation keyed by
-# (seed, source, epoch). Among the first p positions every source has its weight's share, give or take as many tasks as
-# there are sources.
 
 
 Treatment = Literal["refuse", "skip"]
@@ -153,7 +143,7 @@ Treatment = Literal["refuse", "skip"]
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """A row that was left out, and why."""
+    """A row that was skipped, and why."""
 
     source: int
     row: int
@@ -163,7 +153,7 @@ class SkippedRow:
 
 @dataclass(frozen=True)
 class Draw:
-    """Tasks drawn from a stream, the position to go on from, and what was skipped on the way."""
+    """Tasks drawn from a stream, the position to continue from, and the rows skipped on the way."""
 
     tasks: tuple[Task, ...]
     position: int
@@ -171,9 +161,9 @@ class Draw:
 
 
 class TaskStream:
-    """Sources mixed by weight. Holds no state of its own: every call names the position it reads from.
+    """Sources mixed by weight, without state: every call names the position it reads from.
 
-    ``on_bad_row``: whether rows that cannot be read are refused or skipped, unless a draw says so itself.
+    ``on_bad_row``: whether rows that cannot be read are refused or skipped.
     """
 
     def __init__(
@@ -194,37 +184,26 @@ class TaskStream:
                 raise TaskError(f"source {i} of the mixture ({type(source).__name__}) has no tasks.")
             if not weight > 0:
                 raise TaskError(f"source {i} of the mixture has weight {weight}; weights must be above 0.")
-        self.sources = tuple(sources)
-        self.seed = seed
-        self.shuffle = shuffle
+        self.sources, self.seed, self.shuffle = tuple(sources), seed, shuffle
         self.on_bad_row: Treatment = on_bad_row
         parts = [Fraction(weight).limit_denominator(10**6) or Fraction(1, 10**6) for weight in weights]
         self.shares = tuple(part / sum(parts) for part in parts)
         self._splits = tuple(part / sum(parts[i:]) for i, part in enumerate(parts))
 
-    def take(self, position: int, count: int) -> list[tuple[int, int]]:
-        """(source, row) of ``count`` positions from ``position`` on."""
-        return [self.at(p) for p in range(position, position + count)]
-
     def at(self, position: int) -> tuple[int, int]:
         """(source, row) at one position."""
-        source, nth = self._turn_of(position)
-        length = len(self.sources[source])
-        epoch, place = divmod(nth, length)
-        if not self.shuffle:
-            return source, place
-        return source, permuted(place, length, f"{self.seed}/{source}/{epoch}")
+        # Source 0 takes the positions where round(p · share) grows; the rest are shared out among the others likewise.
+        for source, split in enumerate(self._splits):
+            before, after = _rounded(position * split), _rounded((position + 1) * split)
+            if after > before:
+                length = len(self.sources[source])
+                epoch, place = divmod(before, length)
+                return source, permuted(place, length, f"{self.seed}/{source}/{epoch}") if self.shuffle else place
+            position -= before
+        raise AssertionError("the last source takes every position that is left")
 
-    def draw(
-        self,
-        position: int,
-        count: int,
-        *,
-        on_bad_row: Treatment | None = None,
-        on_long_prompt: Treatment = "refuse",
-        check: Callable[[Task], None] | None = None,
-    ) -> Draw:
-        """``count`` tasks from ``position`` on. Bad rows, and tasks for which ``check`` raises, are refused or skipped."""
+    def draw(self, position: int, count: int) -> Draw:
+        """``count`` tasks from ``position`` on; bad rows are refused or skipped, as ``on_bad_row`` says."""
         tasks: list[Task] = []
         skipped: list[SkippedRow] = []
         in_a_row = 0
@@ -232,13 +211,10 @@ class TaskStream:
             source, row = self.at(position)
             try:
                 task = self.sources[source][row]
-                if check is not None:
-                    check(task)
             except (TaskError, MediaError) as error:
-                long_prompt = isinstance(error, PromptTooLong)
-                if (on_long_prompt if long_prompt else on_bad_row or self.on_bad_row) == "refuse":
+                if self.on_bad_row == "refuse":
                     raise with_way_out(error) from error
-                skipped.append(SkippedRow(source, row, str(error), long_prompt))
+                skipped.append(SkippedRow(source, row, str(error)))
                 in_a_row += 1
                 if in_a_row >= self.whole_pass():
                     rows = sum(len(source) for source in self.sources)
@@ -249,18 +225,6 @@ class TaskStream:
             position += 1
         return Draw(tuple(tasks), position, tuple(skipped))
 
-    def _turn_of(self, position: int) -> tuple[int, int]:
-        """Which source has this position, and how many times it had its turn before.
-
-        Source 0 takes the positions where round(p · share) grows; the rest are shared out among the others likewise.
-        """
-        for source, split in enumerate(self._splits):
-            before, after = _rounded(position * split), _rounded((position + 1) * split)
-            if after > before:
-                return source, before
-            position -= before
-        raise AssertionError("the last source takes every position that is left")
-
     def turns(self, position: int) -> list[int]:
         """How many times each source had its turn before a position."""
         counts = []
@@ -270,9 +234,9 @@ class TaskStream:
         return counts
 
     def whole_pass(self) -> int:
-        """Positions, from any on, within which every row of every source comes up.
+        """The number of positions, from any on, within which every row of every source comes up.
 
-        An order that is new in each epoch may put a row first in one and last in the next: nearly two epochs are needed.
+        A row may come first in one epoch and last in the next: nearly two epochs are needed.
         """
         slack = 2 * len(self.sources) if len(self.sources) > 1 else 0
         turns = [2 * len(source) - 1 if self.shuffle else len(source) for source in self.sources]
@@ -284,8 +248,8 @@ def each_once(
 ) -> tuple[list[Task], list[SkippedRow]]:
     """Every task of every source once, in order (for evaluation).
 
-    Under a limit the sources take turns, each with rows drawn from all of its own: the first rows of a file that is sorted
-    by answer are of one kind. Which rows are drawn depends on nothing but their number.
+    Under a limit the sources take turns, each with rows sampled from all of its own: a file may be sorted by answer. Which
+    rows are sampled depends only on their number.
     """
     lengths = [len(source) for source in sources]
     places = [(i, row) for i, length in enumerate(lengths) for row in range(length)]
@@ -307,19 +271,19 @@ def each_once(
 
 
 def with_way_out(error: TaskError | MediaError) -> TaskError | MediaError:
-    """The error of a bad row, or of a prompt that is too long, with what the recipe can do about it."""
+    """The error of a bad row, or of a prompt that is too long, with the recipe's setting for it."""
     if isinstance(error, PromptTooLong):
         way_out = "Raise it, or set tasks.on_long_prompt: skip; media are never cut to make a prompt fit."
         return PromptTooLong(f"{error} {way_out}")
     kind = MediaError if isinstance(error, MediaError) else TaskError
-    return kind(f"{error} To leave such rows out, and have them counted: tasks.on_bad_row: skip.")
+    return kind(f"{error} To skip and count such rows: tasks.on_bad_row: skip.")
 
 
 def none_left(found: str, skipped: Sequence[SkippedRow]) -> TaskError:
-    """The error of a draw that skipped all there is: what was found, the last reason, and the way out."""
+    """The error of a draw that skipped everything: ``found`` rows, the last reason, and the way out."""
     ways = []
     if any(not skip.long_prompt for skip in skipped):
-        ways.append("Mend the rows that cannot be read, or name another source in tasks.train.")
+        ways.append("Fix the rows that cannot be read, or name another source in tasks.train.")
     if any(skip.long_prompt for skip in skipped):
         ways.append(
             "Raise rollout.max_context_tokens, or shorten the prompts; media take fewer tokens where they are smaller."
@@ -336,7 +300,7 @@ def make_sources(sections: Sequence[SourceSection], store: MediaStore, where: st
 
 
 def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:
-    """Up to ``each`` tasks of every source, evenly spread over its rows; bad rows are passed over."""
+    """Up to ``each`` tasks of every source, evenly spread over its rows, without bad rows."""
     tasks: list[Task] = []
     for source in sources:
         count = min(each, len(source))
@@ -347,11 +311,11 @@ def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:
 
 
 def permuted(index: int, length: int, key: str) -> int:
-    """Where a keyed permutation of range(length) sends ``index``: a Feistel cipher, walked until it lands inside.
+    """The image of ``index`` under a keyed permutation of range(length): a Feistel cipher, repeated until inside.
 
     Needs no memory and no library's random stream, so a run's order survives updates of either.
     """
-    assert 0 <= index < length, "the walk comes back only from inside"
+    assert 0 <= index < length, "the cipher returns only from inside"
     half = max(2, ((length - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
@@ -368,26 +332,25 @@ def _rounded(value: Fraction) -> int:
     return int(value + Fraction(1, 2))
 
 
-#     epochs: 3, 20,000 rows, batch.prompts_per_step: 128          → 60,000 rows in batches of 128: 468 steps
-#     the same with steps: 400                                     → 400 steps: the earlier end counts
-#     epochs: 1, 100 rows, batch.prompts_per_step: 128             → refused: one step needs more rows than the epoch has
-#
-# An epoch is as many draws as the sources of tasks.train have rows together. Batches run on from one epoch into the next,
-# and rows that fill no batch at the very end are left out. (verl drops them at the end of every epoch: there the first
-# example is 3 · 156 steps, too, but 3 epochs of 100 rows in batches of 64 are 3 steps there and 4 here.) Tasks that
-# ``selection.oversample`` plays on top count; those that ``selection.dynamic`` draws in further rounds do not, since nobody
-# knows how many they will be.
-
-
 def resolve_epochs(recipe: Recipe) -> Recipe:
-    """The recipe with the number of steps that its epochs are, or its own where that is lower. Opens tasks.train."""
+    """The recipe with the number of steps that its epochs are, or its own where that is lower. Opens tasks.train.
+
+        epochs: 3, 20,000 rows, batch.prompts_per_step: 128     → 60,000 rows in batches of 128: 468 steps
+        the same with steps: 400                                → 400 steps: the earlier end counts
+        epochs: 1, 100 rows, batch.prompts_per_step: 128        → refused: one step needs more rows than the epoch has
+
+    An epoch is as many draws as the sources of tasks.train have rows together. Batches run on from one epoch into the next,
+    and rows that fill no batch at the very end are left out. (verl drops them at the end of every epoch: there 3 epochs of
+    100 rows in batches of 64 are 3 steps, here 4.) Tasks that ``selection.oversample`` adds count; those that
+    ``selection.dynamic`` draws in further rounds do not, since their number is not known.
+    """
     if not recipe.epochs:
         return recipe
     name = recipe.tasks.planner.name
     if not getattr(resolve("planner", name, "tasks.planner"), "row_by_row", False):
         raise RecipeError(
-            f"epochs: the planner '{name}' (tasks.planner) draws rows again as it sees fit, so that a pass over them has "
-            "no end. Give steps instead, or take the planner mixture."
+            f"epochs: the planner '{name}' (tasks.planner) chooses which rows come again, so that a pass over them has "
+            "no end. Give steps instead, or use the planner mixture."
         )
     rows = count_rows(recipe)
     played = recipe.selection.played(recipe.batch.prompts_per_step)
@@ -396,7 +359,7 @@ def resolve_epochs(recipe: Recipe) -> Recipe:
         raise RecipeError(
             f"epochs: {recipe.epochs:g} epochs of the {rows:,} rows in tasks.train are fewer tasks than one step plays "
             f"({played:,}; batch.prompts_per_step, selection.oversample). Lower that, raise epochs, or give steps with "
-            "epochs=0: rows then come again as often as they are needed."
+            "epochs=0: rows then repeat as often as needed."
         )
     data = recipe.model_dump(mode="json") | {"steps": min(steps, recipe.steps)}
     return check_recipe(data, f"recipe '{recipe.name}', with {recipe.epochs:g} epochs of {rows:,} rows")
@@ -411,6 +374,6 @@ def count_rows(recipe: Recipe) -> int:
         except TypeError as error:
             raise RecipeError(
                 f"epochs: source '{recipe.tasks.train[i].source}' (tasks.train.{i}) has no length, so that "
-                "nobody knows when a pass over it ends. Give it __len__, or give steps instead of epochs."
+                "the end of a pass over it is unknown. Give it __len__, or give steps instead of epochs."
             ) from error
     return total

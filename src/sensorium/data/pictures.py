@@ -18,37 +18,31 @@ STORED_BLOCK = 65535
 
 
 def indexed_png(indices_HW: np.ndarray, palette: Sequence[tuple[int, int, int]]) -> bytes:
-    """An uncompressed PNG of palette indices (at most 256 colours)."""
+    """An uncompressed PNG of palette indices (at most 256 colours): the same bytes with every version of zlib."""
     height, width = indices_HW.shape
     assert indices_HW.dtype == np.uint8
     assert int(indices_HW.max()) < len(palette) <= 256
     rows = b"".join(b"\0" + row.tobytes() for row in indices_HW)
-    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
-    colours = bytes(value for colour in palette for value in colour)
+    blocks = []
+    for start in range(0, len(rows), STORED_BLOCK):
+        block = rows[start : start + STORED_BLOCK]
+        last = start + STORED_BLOCK >= len(rows)
+        blocks.append(struct.pack("<BHH", last, len(block), len(block) ^ 0xFFFF) + block)
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        (b"PLTE", bytes(value for colour in palette for value in colour)),
+        (b"IDAT", b"\x78\x01" + b"".join(blocks) + struct.pack(">I", zlib.adler32(rows))),
+        (b"IEND", b""),
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        _chunk(name, body)
-        for name, body in ((b"IHDR", header), (b"PLTE", colours), (b"IDAT", _stored(rows)), (b"IEND", b""))
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
     )
 
 
-def _chunk(name: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-
-def _stored(data: bytes) -> bytes:
-    """A zlib stream of stored (uncompressed) blocks."""
-    blocks = []
-    for start in range(0, len(data), STORED_BLOCK):
-        block = data[start : start + STORED_BLOCK]
-        last = start + STORED_BLOCK >= len(data)
-        blocks.append(struct.pack("<BHH", last, len(block), len(block) ^ 0xFFFF) + block)
-    return b"\x78\x01" + b"".join(blocks) + struct.pack(">I", zlib.adler32(data))
-
-
+# Formats that are tried. Some others run programs (EPS calls Ghostscript), and pictures are untrusted data.
 FORMATS = (
     "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000", "ICO", "TGA", "QOI",
 )  # fmt: skip
-"""What is tried. Of the others some run programs (EPS calls Ghostscript), and a picture is data of somebody else's."""
 
 
 def decode_picture(data: bytes, origin: str, limits: MediaLimits | None = None) -> Image.Image:
@@ -80,7 +74,7 @@ def decode_picture(data: bytes, origin: str, limits: MediaLimits | None = None) 
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """Those of FORMATS that are there; asking Pillow for another one fails."""
+    """Those of FORMATS that this Pillow has; it fails for others."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 

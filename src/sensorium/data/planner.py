@@ -1,11 +1,11 @@
-"""Planners: which task comes next, and what is in it. This may depend on what became of earlier tasks.
+"""Planners: which task comes next, and what is in it, which may depend on the outcomes of earlier tasks.
 
     planner.draw(2)                     → PlannedTasks(tasks=(a, b))
     planner.observe([GroupOutcome("a", rewards=(1.0, 0.0), …), GroupOutcome("b", rewards=(1.0, 1.0), …)])
     planner.draw(2)                     → PlannedTasks(tasks=(a, c)): a was solved by some attempts only, so it comes again
 
-Invariant: what a planner draws is a function of how it was built and of the calls since (or of the state that was loaded
-and the calls since), so that a resumed run draws what the uninterrupted one does.
+Invariant: a draw is a function of how the planner was built and of the calls since (or of the loaded state and the calls
+since), so that a resumed run draws what the uninterrupted one does.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from sensorium.vocabulary.task import Task
 
 @dataclass(frozen=True)
 class PlannedTasks:
-    """The tasks that come next, and rows that were left out on the way."""
+    """The tasks that come next, and rows that were skipped on the way."""
 
     tasks: tuple[Task, ...]
     skipped: tuple[SkippedRow, ...] = ()
@@ -36,9 +36,9 @@ class PlannedTasks:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What became of one task in one step: an entry for every attempt, in the order of the group's members.
+    """The outcome of one task in one step: an entry for every attempt, in the order of the group's members.
 
-    ``rewards`` are None where a score is missing, ``correct`` where no term tells right from wrong. ``trained`` is False
+    ``rewards`` are None where a score is missing, ``correct`` where no term decides right or wrong. ``trained`` is False
     where the group was played to its end and left out of the update.
     """
 
@@ -50,31 +50,32 @@ class GroupOutcome:
 
     @property
     def success(self) -> float | None:
-        """The share of right attempts; where nothing tells right from wrong, the mean reward held between 0 and 1."""
+        """The share of right attempts; where no term decides right or wrong, the mean reward clipped to [0, 1]."""
         verdicts = [float(verdict) for verdict in self.correct if verdict is not None]
-        paid = verdicts or [min(1.0, max(0.0, reward)) for reward in self.rewards if reward is not None]
-        return sum(paid) / len(paid) if paid else None
+        values = verdicts or [min(1.0, max(0.0, reward)) for reward in self.rewards if reward is not None]
+        return sum(values) / len(values) if values else None
 
 
 class Planner(Protocol):
     """Decides which task comes next. Called from one thread at a time.
 
-    ``observes``: True if a draw may depend on what was observed. The planner is then told the outcomes of every step of
-    RL before the next draw, and nothing is read ahead, because nothing is decided ahead. False: it is told nothing, and
-    the tasks and media of the next step are read while this one is trained on.
+    ``observes``: True if a draw may depend on observations. The planner then gets the outcomes of every RL step before the
+    next draw, and nothing is read ahead. False: it gets none, and the tasks and media of the next step are read while this
+    one is trained on.
 
     A planner may also have ``row_by_row = True``: it draws every row once before any comes again, so that `epochs` have a
-    meaning; and ``turns()``: how many rows of each source of tasks.train it has drawn, repetitions included.
+    meaning; ``turns()``: how many rows of each source of tasks.train it has drawn, repetitions included; and
+    ``whole_pass()``: the draws within which every task comes up.
     """
 
     observes: bool
 
     def draw(self, count: int) -> PlannedTasks:
-        """The next ``count`` tasks: exactly so many."""
+        """The next ``count`` tasks, exactly so many."""
         ...
 
     def observe(self, groups: Sequence[GroupOutcome]) -> None:
-        """What became of a step's groups, in the order in which their tasks were drawn."""
+        """The outcomes of a step's groups, in the order in which their tasks were drawn."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,12 +83,12 @@ class Planner(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         ...
 
 
 def make_planner(section: PlannerSection, stream: TaskStream, store: MediaStore) -> Planner:
-    """The planner that a recipe names; what is no planner is refused."""
+    """The planner that a recipe names; RecipeError for an object that is no planner."""
     try:
         planner: Planner = build("planner", section.name, section.options, "tasks.planner", stream=stream, store=store)
     except SensoriumError:
@@ -103,7 +104,7 @@ def make_planner(section: PlannerSection, stream: TaskStream, store: MediaStore)
 
 
 class MixturePlanner:
-    """The recipe's mixture of sources from its beginning to ever later positions, whatever the outcomes."""
+    """The recipe's mixture of sources in its order, whatever the outcomes."""
 
     observes = False
     row_by_row = True
@@ -113,45 +114,40 @@ class MixturePlanner:
         self.position = 0
 
     def whole_pass(self) -> int:
-        """Draws within which every task comes up."""
         return self.stream.whole_pass()
 
     def turns(self) -> list[int]:
-        """How many rows of each source were drawn."""
         return self.stream.turns(self.position)
 
     def draw(self, count: int) -> PlannedTasks:
-        """The tasks at the next positions of the mixture."""
         drawn = self.stream.draw(self.position, count)
         self.position = drawn.position
         return PlannedTasks(drawn.tasks, drawn.skipped)
 
     def observe(self, groups: Sequence[GroupOutcome]) -> None:
-        """Nothing: the order of a mixture does not depend on outcomes."""
+        """Ignore the outcomes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position."""
         self.position = state["position"]
 
 
-# Example with ``revisit: 0.5`` and groups of 4. Step 1 draws a, b, c, d from the mixture. a was solved by 2 of 4 attempts,
-# b by 1, c by none and d by all. In step 2 every second task, on average, is a or b again, a with the higher weight (2·2 to
-# 1·3); the others come from the mixture, e, f and so on. c and d are not lost: they come when the mixture comes back to
-# them.
-
-
-class SuccessCurriculum:
+class SuccessCurriculum(MixturePlanner):
     """Draws a share of its tasks from those whose last group succeeded in part, weighted by p · (1 - p).
 
     ``revisit`` is that share; the rest, and everything while no task is known to succeed in part, comes from the mixture
     in its order. Of the tasks that succeed in part the ``memory`` observed last are known. No task comes twice in a step
-    by revisiting.
+    by revisiting. Example with ``revisit: 0.5`` and groups of 4:
+
+        step 1 draws a, b, c, d from the mixture; of 4 attempts each, 2, 1, 0 and 4 succeed
+        step 2 draws, for every second task on average, a or b again, with weights 2·2 to 1·3; the others are e, f, …
+
+    c and d come again when the mixture comes back to them.
     """
 
+    row_by_row = False
     observes = True
 
     def __init__(self, stream: TaskStream, revisit: float = 0.5, memory: int = 4096) -> None:
@@ -159,33 +155,30 @@ class SuccessCurriculum:
             raise RecipeError(f"tasks.planner: revisit is {revisit:g}; it is a share of the draws, from 0 to below 1.")
         if memory < 1:
             raise RecipeError(f"tasks.planner: memory is {memory}; at least one task must be known to be drawn again.")
-        self.stream, self.revisit = stream, revisit
-        self.position = self.draws = 0
+        super().__init__(stream)
+        self.revisit, self.draws = revisit, 0
+        # Tasks that succeed in part, by id: source, row and success; those observed last come last.
         self.known: LRU[str, tuple[int, int, float]] = LRU(memory)
-        """Tasks that succeed in part, by id: source, row and success; those observed last stand last."""
+        # Tasks drawn since the last observation, by id: source and row (bounded: a warm start observes nothing).
         self.open: LRU[str, tuple[int, int]] = LRU(memory)
-        """Tasks drawn since the last observation, by id: source and row (bounded: a warm start observes nothing)."""
-
-    def whole_pass(self) -> int:
-        """Draws within which every task comes up, as long as none that was played before fits."""
-        return self.stream.whole_pass()
-
-    def turns(self) -> list[int]:
-        """How many rows of each source came from the mixture."""
-        return self.stream.turns(self.position)
 
     def draw(self, count: int) -> PlannedTasks:
-        """Tasks to revisit and tasks from the mixture, mixed by a coin whose throws the seed decides."""
         tasks: list[Task] = []
         skipped: list[SkippedRow] = []
         for _ in range(count):
-            again = self._revisited(skipped) if self._chance("coin") < self.revisit else None
-            tasks.append(again if again is not None else self._fresh(skipped))
+            task = self._revisited(skipped) if self._chance("coin") < self.revisit else None
+            if task is None:
+                drawn = self.stream.draw(self.position, 1)
+                self.position = drawn.position
+                skipped += drawn.skipped
+                (task,) = drawn.tasks
+                self.open.put(task.id, self.stream.at(self.position - 1))
+            tasks.append(task)
             self.draws += 1
         return PlannedTasks(tuple(tasks), tuple(skipped))
 
     def observe(self, groups: Sequence[GroupOutcome]) -> None:
-        """Know the tasks that succeeded in part, and forget those that did not or no longer do."""
+        """Remember the tasks that succeeded in part, and forget those that did not or no longer do."""
         for outcome in groups:
             place, success = self.open.peek(outcome.task_id), outcome.success
             if place is None or success is None:
@@ -196,7 +189,6 @@ class SuccessCurriculum:
         self.open.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, number of draws, and what is known of tasks."""
         return {
             "position": self.position,
             "draws": self.draws,
@@ -205,7 +197,6 @@ class SuccessCurriculum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
         self.position, self.draws = state["position"], state["draws"]
         self.known.clear()
         self.open.clear()
@@ -214,17 +205,8 @@ class SuccessCurriculum:
         for id, source, row in state["open"]:
             self.open.put(id, (source, row))
 
-    def _fresh(self, skipped: list[SkippedRow]) -> Task:
-        """The next task of the mixture."""
-        drawn = self.stream.draw(self.position, 1)
-        self.position = drawn.position
-        skipped += drawn.skipped
-        (task,) = drawn.tasks
-        self.open.put(task.id, self.stream.at(self.position - 1))
-        return task
-
     def _revisited(self, skipped: list[SkippedRow]) -> Task | None:
-        """A task that succeeds in part; None if there is none that was not drawn since the last observation."""
+        """A task that succeeds in part and was not drawn since the last observation; None if there is none."""
         candidates = [(id, entry) for id, entry in self.known.items() if id not in self.open]
         if not candidates:
             return None
@@ -243,27 +225,29 @@ class SuccessCurriculum:
         return task
 
     def _chance(self, use: str) -> float:
-        """A number from 0 to below 1 that depends on the seed, the draw and the use, and on nothing else."""
-        digest = hashlib.blake2b(f"{self.stream.seed}/{use}/{self.draws}".encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) / 2**53
+        """A number from 0 to below 1, a function of the seed, the draw and the use alone."""
+        return (_hash(f"{self.stream.seed}/{use}/{self.draws}") >> 11) / 2**53
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 END_OF_THOUGHT = "</think>"
-FENCE = "`jsonJSON"
-"""What a fence is made of: three backticks and "json", or what is left of them."""
+FENCE = "`jsonJSON"  # the characters of a fence: three backticks and "json", or a part of them
 
 
 def parse_memory(text: str) -> str | None:
     """The memory of a response: exactly one ``</think>``, then JSON with the one key ``description``, not empty.
 
-    The JSON may stand in a fence of three backticks, as models like to write it, or in a part of one, as TaskMem reads it.
+    The JSON may be in a fence of three backticks, as models like to write it, or in a part of one, as TaskMem reads it.
     """
     description = _description(text)
     return description if _is_usable(description) else None
 
 
 def parse_facts(text: str) -> tuple[str, ...] | None:
-    """A semantic memory, read likewise: its ``description`` is a list of facts, or one of them as a text."""
+    """A semantic memory in the same form: its ``description`` is a list of facts, or one of them as a text."""
     description = _description(text)
     facts = description if isinstance(description, list) else [description]
     return tuple(facts) if facts and all(map(_is_usable, facts)) else None
@@ -285,26 +269,14 @@ def _is_usable(description: Any) -> bool:
         return False
     try:
         description.encode()
-    except UnicodeEncodeError:  # half a character (an escape such as \ud800): no later prompt could hold it
+    except UnicodeEncodeError:  # a lone surrogate (an escape such as \ud800): no later prompt could hold it
         return False
     return True
 
 
-# rows in order a0 b0 a1 b1 a2 … (video and clip; a1 needs the memory of a0, a2 those of a0 and a1) draw(2) a0 b0 a1 and
-# b1 wait: nothing has been written yet observe a0 → "a red square", b0 → (no attempt could be parsed: there is no
-# memory) draw(2) a1 with the history "a red square", b1 with an empty one The history is the planner's state, so it is
-# in the checkpoint: a resumed run has exactly the memories that were written up to it, and what came later is rolled
-# back. Rows come in the source's order; a row that has to wait is passed over and comes as soon as it may. A second
-# pass over the rows writes memories of its own.
-
-
 Choice = Literal["first", "best", "sampled"]
-LOOK_AHEAD = 2
-"""Passes over the rows that one draw may look through."""
-
-
-Memory = str | list[str]
-"""What was written of a clip: a description, or the facts of a semantic memory."""
+Memory = str | list[str]  # a description of a clip, or the facts of a semantic memory
+LOOK_AHEAD = 2  # passes over the rows that one draw may look through
 
 
 @dataclass(frozen=True)
@@ -319,7 +291,7 @@ class ClipPlace:
 
 @runtime_checkable
 class CausalSource(Protocol):
-    """A source whose tasks are told what was written of earlier clips."""
+    """A source whose tasks contain the memories written of earlier clips."""
 
     def __len__(self) -> int: ...
 
@@ -330,36 +302,46 @@ class CausalSource(Protocol):
         ...
 
     def with_history(self, index: int, memories: Mapping[int, Memory]) -> Task:
-        """The task with these memories, by clip; of a clip that is not among them nothing is known."""
+        """The task with these memories, by clip number; other clips have none."""
         ...
 
 
-def untold(source: TaskSource, row: int, planner: str) -> Task:
-    """A row as it can be looked at before anything was written: where the planner tells histories, with none."""
+def without_history(source: TaskSource, row: int, planner: str) -> Task:
+    """A row as it can be looked at before a run: with an empty history where the planner is causal_history."""
     if planner == "causal_history" and isinstance(source, CausalSource):
         return source.with_history(row, {})
     return source[row]
 
 
 def gaps(source: CausalSource) -> dict[int, str]:
-    """The rows that need the memory of a clip that no row writes, each with what is wrong."""
+    """The rows that need the memory of a clip that no row writes, each with an error message."""
     places = [source.place_of(row) for row in range(len(source))]
     written = {(place.video, place.clip) for place in places}
-    lost = {row: [clip for clip in place.needs if (place.video, clip) not in written] for row, place in enumerate(places)}
-    return {
-        row: f"row {row + 1} of the clips (clip {places[row].clip} of video '{places[row].video}') needs the memory of "
-        f"clip {clips[0]}, and no row writes it. Add the row, or begin the video at an earlier clip."
-        for row, clips in lost.items()
-        if clips
-    }
+    found = {}
+    for row, place in enumerate(places):
+        lost = [clip for clip in place.needs if (place.video, clip) not in written]
+        if lost:
+            found[row] = (
+                f"row {row + 1} of the clips (clip {place.clip} of video '{place.video}') needs the memory of "
+                f"clip {lost[0]}, and no row writes it. Add the row, or begin the video at an earlier clip."
+            )
+    return found
 
 
 class CausalHistory:
-    """Draws rows in order, each once the memories it needs are settled, and keeps what was written.
+    """Draws rows in order, each once the memories it needs are settled, and keeps the memories that were written.
 
-    ``choice``: which attempt's memory is kept, the ``first`` that can be parsed, the ``best`` paid of them, or one that is
-    ``sampled`` among them. ``attempts``: how often a row is played until one can be parsed; after that its successors do
-    without its memory.
+        rows in order     a0 b0 a1 b1 a2 …    (video and clip; a1 needs the memory of a0, a2 those of a0 and a1)
+        draw(2)           a0 b0               a1 and b1 wait: nothing has been written yet
+        observe           a0 → "a red square", b0 → (no attempt could be parsed, so there is no memory)
+        draw(2)           a1 with the history "a red square", b1 with an empty one
+
+    The history is the planner's state and so in the checkpoint: a resumed run has exactly the memories written up to it.
+    A row that has to wait is passed over and comes as soon as it can. A second pass over the rows writes its own memories.
+
+    ``choice``: which attempt's memory is kept, the ``first`` that can be parsed, the ``best`` rewarded of them, or one
+    ``sampled`` among them. ``attempts``: how often a row is played until one can be parsed; after that its successors get
+    no memory of it.
     """
 
     observes = True
@@ -372,8 +354,8 @@ class CausalHistory:
             raise RecipeError(f"tasks.planner: attempts is {attempts}; a row is played at least once.")
         if len(stream.sources) != 1 or not isinstance(stream.sources[0], CausalSource):
             raise RecipeError(
-                "tasks.planner: causal_history takes one source of clips that can be told a history, such as taskmem; "
-                "tasks.train has another."
+                "tasks.planner: causal_history takes one source of clips with place_of() and with_history(), such as "
+                "taskmem; tasks.train has another."
             )
         if stream.shuffle:
             raise RecipeError("tasks.shuffle: causal_history takes rows in their order; set tasks.shuffle: false.")
@@ -383,21 +365,16 @@ class CausalHistory:
         self._gaps = gaps(self.source)
         if self._gaps and stream.on_bad_row == "refuse":
             raise with_way_out(TaskError(next(iter(self._gaps.values()))))
-        self.first = 0
-        """The first position that was not settled yet; positions count on from pass to pass."""
+        self.first = 0  # the first position that is not settled; positions count on from pass to pass
         self.settled: set[int] = set()
-        self.open: dict[str, int] = {}
-        """Positions that were drawn since the last observation, by task id."""
+        self.open: dict[str, int] = {}  # positions drawn since the last observation, by task id
         self.tries: dict[int, int] = {}
-        self.history: dict[tuple[int, str], dict[int, Memory | None]] = {}
-        """By pass and video: the memory of each clip, None where there is none."""
+        self.history: dict[tuple[int, str], dict[int, Memory | None]] = {}  # memories by clip, by (pass, video)
 
     def turns(self) -> list[int]:
-        """How many rows the draws have come to."""
         return [max([self.first, *(position + 1 for position in (*self.settled, *self.open.values()))])]
 
     def draw(self, count: int) -> PlannedTasks:
-        """The next rows whose needs are settled."""
         tasks: list[Task] = []
         skipped: list[SkippedRow] = []
         taken = set(self.open.values())
@@ -405,14 +382,20 @@ class CausalHistory:
         for position in range(self.first, self.first + LOOK_AHEAD * rows):
             if len(tasks) == count:
                 break
-            if position in self.settled or position in taken or not self._ready(position):
+            turn, row = divmod(position, rows)
+            needs, known = self._places[row].needs, self.history.get((turn, self._places[row].video), {})
+            ready = row in self._gaps or all(clip in known for clip in needs)
+            if position in self.settled or position in taken or not ready:
                 continue
             try:
-                task = self._task(position)
+                if row in self._gaps:
+                    raise TaskError(self._gaps[row])
+                memories = {clip: memory for clip in needs if (memory := known[clip]) is not None}
+                task = self.source.with_history(row, memories)
             except (TaskError, MediaError) as error:
                 if self.stream.on_bad_row == "refuse":
                     raise with_way_out(error) from error
-                skipped.append(SkippedRow(0, position % rows, str(error)))
+                skipped.append(SkippedRow(0, row, str(error)))
                 self._settle(position, None)
                 continue
             if task.id in self.open:  # the same row in the next pass: the first must be observed before
@@ -422,14 +405,14 @@ class CausalHistory:
         if len(tasks) < count:
             videos = len({place.video for place in self._places})
             raise TaskError(
-                f"causal_history: {count} tasks are to be drawn and {len(tasks)} can be, because the others wait for what "
-                f"these write. The data has {videos} videos, and of each one clip can be played at a time: set "
+                f"causal_history: of {count} tasks only {len(tasks)} can be drawn, because the others wait for their "
+                f"memories. The data has {videos} videos, and of each one clip can be played at a time: set "
                 "batch.prompts_per_step to at most that."
             )
         return PlannedTasks(tuple(tasks), tuple(skipped))
 
     def observe(self, groups: Sequence[GroupOutcome]) -> None:
-        """Keep one memory of each group; what was drawn and not played to its end comes again."""
+        """Keep one memory of each group; a row that was drawn and not played to its end counts as a failed attempt."""
         for outcome in groups:
             position = self.open.pop(outcome.task_id, None)
             if position is not None:
@@ -437,10 +420,13 @@ class CausalHistory:
         for position in [*self.open.values()]:
             self._conclude(position, None)
         self.open.clear()
-        self._forget()
+        while self.first in self.settled:
+            self.settled.discard(self.first)
+            self.first += 1
+        oldest = self.first // len(self._places) - 1  # memories of the last complete pass stay readable
+        self.history = {key: memories for key, memories in self.history.items() if key[0] >= oldest}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the draws are, and every memory that may still be needed."""
         return {
             "first": self.first,
             "settled": sorted(self.settled),
@@ -453,44 +439,29 @@ class CausalHistory:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; memories that were written after it are gone."""
         self.first, self.settled = state["first"], set(state["settled"])
         self.open = dict(state["open"])
         self.tries = dict(state["tries"])
         self.history = {(turn, video): dict(memories) for turn, video, memories in state["history"]}
 
-    def _task(self, position: int) -> Task:
-        turn, row = divmod(position, len(self._places))
-        place = self._places[row]
-        known = self.history.get((turn, place.video), {})
-        if row in self._gaps:
-            raise TaskError(self._gaps[row])
-        memories = {clip: memory for clip in place.needs if (memory := known[clip]) is not None}
-        return self.source.with_history(row, memories)
-
-    def _ready(self, position: int) -> bool:
-        """True if every memory a row needs is settled, or one never will be."""
-        turn, row = divmod(position, len(self._places))
-        place = self._places[row]
-        known = self.history.get((turn, place.video), {})
-        return row in self._gaps or all(clip in known for clip in place.needs)
-
     def _chosen(self, outcome: GroupOutcome, position: int) -> Memory | None:
         """The memory of a group that is kept."""
-        parse: Callable[[str], Memory | None] = _facts if self._places[position % len(self._places)].facts else parse_memory
+        parse: Callable[[str], Any] = parse_memory
+        if self._places[position % len(self._places)].facts:
+            parse = parse_facts
         parsed = [(i, memory) for i, text in enumerate(outcome.responses) if (memory := parse(text)) is not None]
         if not parsed:
             return None
         if self.choice == "best":
-            paid = [(reward, -i, memory) for i, memory in parsed if (reward := outcome.rewards[i]) is not None]
-            return max(paid)[2] if paid else parsed[0][1]
-        if self.choice == "sampled":
-            digest = hashlib.blake2b(f"{self.stream.seed}/memory/{position}".encode(), digest_size=8).digest()
-            return parsed[int.from_bytes(digest, "little") % len(parsed)][1]
-        return parsed[0][1]
+            rewarded = [(reward, -i, memory) for i, memory in parsed if (reward := outcome.rewards[i]) is not None]
+            chosen = max(rewarded)[2] if rewarded else parsed[0][1]
+        else:
+            first = self.choice == "first"
+            chosen = parsed[0 if first else _hash(f"{self.stream.seed}/memory/{position}") % len(parsed)][1]
+        return list(chosen) if isinstance(chosen, tuple) else chosen
 
     def _conclude(self, position: int, memory: Memory | None) -> None:
-        """Settle a row, or have it drawn again where nothing could be kept of it."""
+        """Settle a row, or let it be drawn again if it has no memory and attempts are left."""
         tries = self.tries.pop(position, 0) + 1
         if memory is None and tries < self.attempts:
             self.tries[position] = tries
@@ -502,15 +473,3 @@ class CausalHistory:
         place = self._places[row]
         self.history.setdefault((turn, place.video), {})[place.clip] = memory
         self.settled.add(position)
-
-    def _forget(self) -> None:
-        """Count on past what is settled, and drop the memories of passes that are over, but for the last one's."""
-        while self.first in self.settled:
-            self.settled.discard(self.first)
-            self.first += 1
-        passed = self.first // len(self._places)
-        self.history = {key: memories for key, memories in self.history.items() if key[0] >= passed - 1}
-
-
-def _facts(text: str) -> Memory | None:
-    return None if (facts := parse_facts(text)) is None else list(facts)

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from sensorium.data.message_parsing import ClipOptions, Place, fill_placeholders, messages_of, put_first
+from sensorium.data.message_parsing import Place, fill_placeholders, messages_of, put_first
 from sensorium.recipe.names import check, resolve, table, wrong_options
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
@@ -18,15 +18,16 @@ TRIM = ["start", "end"]
 PARTS = ["id", "prompt", *MEDIA, *TRIM, "answer", "demonstration", "category", "type"]
 
 
+@dataclass(frozen=True)
 class TaskRows:
     """Rows that are tasks: ``{id, messages, answer, environment, demonstration, metadata}``; unknown fields are refused.
 
-    A row may name a registered environment, or one of ``environments`` {name: module:Class}, which the recipe opens to
-    rows. Rows that name none are played in ``environment``, where the recipe names one.
+    A row may name a registered environment, or one of the recipe's ``environments`` {name: module:Class}. Rows that name
+    none are played in ``environment``, where the recipe names one.
     """
 
-    def __init__(self, environments: Mapping[str, str] | None = None, environment: EnvironmentSpec | None = None) -> None:
-        self.environments, self.environment = dict(environments or {}), environment
+    environments: Mapping[str, str]
+    environment: EnvironmentSpec | None
 
     def fields(self, known: Sequence[str], where: str) -> list[str]:
         """The columns to read of those a file has."""
@@ -66,59 +67,51 @@ class TaskRows:
         if not isinstance(name, str) or not isinstance(options, Mapping) or not whole:
             raise place.error(f"'environment' is {{name: text, options: object, seed: number}}, not {given!r:.80}.")
         options = {key: value for key, value in options.items() if value is not None}
-        known = self._known(name, place)
+        # Rows are data: only the recipe decides which code runs.
+        known = self.environments.get(name, name)
+        if name not in self.environments and name not in table("environment"):
+            if ":" in name:
+                raise place.error(
+                    f"the environment '{name:.80}' names code, and a row may not. Name it in the recipe, with the source's "
+                    "option environments: {maze: my_package.my_module:Maze}, and name maze in rows."
+                )
+            names = [*table("environment"), *self.environments]
+            raise place.error(f"unknown environment '{name:.80}'{nearest(name, names)}")
         try:
             _, problem = wrong_options("environment", known, options)
         except RecipeError as error:
             raise place.error(str(error)) from error
         closed = [key for key in options if key in getattr(resolve("environment", known), "recipe_only", ())]
         if closed:
-            problem = f"the option '{closed[0]}' of environment '{name}' says what code runs, so only a recipe may set it."
+            problem = f"the option '{closed[0]}' of environment '{name}' decides which code runs: only a recipe may set it."
         if problem:
             raise place.error(problem)
         return EnvironmentSpec(known, options, seed)
 
-    def _known(self, name: str, place: Place) -> str:
-        """The environment that a row's name stands for. Rows are data: what code is run is said by the recipe alone."""
-        if name in self.environments:
-            return self.environments[name]
-        if name in table("environment"):
-            return name
-        if ":" in name:
-            raise place.error(
-                f"the environment '{name:.80}' names code, and a row may not. Name it in the recipe, with the source's "
-                "option environments: {maze: my_package.my_module:Maze}, and let rows say maze."
-            )
-        names = [*table("environment"), *self.environments]
-        raise place.error(f"unknown environment '{name:.80}'{nearest(name, names)}")
 
-
+@dataclass(frozen=True)
 class FlatRows:
-    """Flat rows: ``columns`` says which column holds which part of a task; ``a.b`` reaches into an object.
+    """Flat rows: ``columns`` maps parts of a task to columns; ``a.b`` is the key b of an object in column a.
 
     The prompt is text or a list of messages; ``<image>``, ``<video>`` and ``<audio>`` in it stand for the next medium of
     the columns ``pictures``, ``videos`` and ``sounds``. ``media_first`` puts them, in this order, before a prompt without
     placeholders. ``start`` and ``end`` (seconds) trim the row's videos and sounds. ``instruction`` ends the last message;
-    ``system`` goes before the first. ``type`` says how the answer is compared (see the reward ``accuracy_by_type``).
+    ``system`` goes before the first. ``type``: how the answer is compared (see the reward ``accuracy_by_type``).
     Rows that an environment plays may have no prompt.
     """
 
-    def __init__(
-        self,
-        columns: Mapping[str, str],
-        instruction: str,
-        system: str,
-        media_first: bool,
-        environment: EnvironmentSpec | None = None,
-    ) -> None:
-        for part in columns:
+    columns: Mapping[str, str]
+    instruction: str
+    system: str
+    media_first: bool
+    environment: EnvironmentSpec | None
+
+    def __post_init__(self) -> None:
+        for part in self.columns:
             if part not in PARTS:
                 raise RecipeError(f"columns: a task has no part '{part}'{nearest(str(part), PARTS)}")
-        if "prompt" not in columns and environment is None:
-            raise RecipeError("columns: say which column holds the prompt, as in {prompt: problem}.")
-        self.columns = dict(columns)
-        self.instruction, self.system, self.media_first = instruction, system, media_first
-        self.environment = environment
+        if "prompt" not in self.columns and self.environment is None:
+            raise RecipeError("columns: name the column of the prompt, as in {prompt: problem}.")
 
     def fields(self, known: Sequence[str], where: str) -> list[str]:
         """The columns to read of those a file has."""
@@ -132,7 +125,14 @@ class FlatRows:
         parts = {part: _reach(row, path, place) for part, path in self.columns.items()}
         _check_texts([parts.get(part) for part in ("id", "answer", "demonstration", "category", "type")], place)
         media = {kind: self._media(part, kind, parts, place) for part, kind in MEDIA.items() if part in self.columns}
-        messages = self._messages(parts["prompt"], media, place) if "prompt" in parts else _only_media(media)
+        if "prompt" in parts:
+            prompt = parts["prompt"]
+            messages = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, place)
+            messages = (put_first if self.media_first else fill_placeholders)(messages, media, place)
+            _check_last(messages, place)
+        else:  # the environment that plays the row has its own text
+            shown = tuple(medium for several in media.values() for medium in several)
+            messages = (Message("user", shown),) if shown else ()
         if self.instruction and messages:
             messages = (*messages[:-1], Message(messages[-1].role, (*messages[-1].content, Text(self.instruction))))
         if self.system:
@@ -146,12 +146,6 @@ class FlatRows:
             metadata={key: str(parts[key]) for key in ("category", "type") if parts.get(key) is not None},
         )
 
-    def _messages(self, prompt: Any, media: Mapping[MediaKind, list[Media]], place: Place) -> tuple[Message, ...]:
-        messages = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, place)
-        messages = put_first(messages, media, place) if self.media_first else fill_placeholders(messages, media, place)
-        _check_last(messages, place)
-        return messages
-
     @staticmethod
     def _media(part: str, kind: MediaKind, parts: Mapping[str, Any], place: Place) -> list[Media]:
         held = parts[part]
@@ -162,14 +156,8 @@ class FlatRows:
         return [place.clip(kind, source, f"{kind} {i}", trim) for i, source in enumerate(sources)]
 
 
-def _only_media(media: Mapping[MediaKind, list[Media]]) -> tuple[Message, ...]:
-    """The messages of a row without a prompt: the environment that plays it has its own words."""
-    shown = tuple(medium for several in media.values() for medium in several)
-    return (Message("user", shown),) if shown else ()
-
-
 def layout_of(
-    columns: Mapping[str, str] | None,
+    columns: Mapping[str, str] | None = None,
     instruction: str = "",
     system: str = "",
     media_first: bool = False,
@@ -177,41 +165,35 @@ def layout_of(
     environment: Mapping[str, Any] | None = None,
 ) -> "TaskRows | FlatRows":
     """The layout that a source's options ask for."""
-    played_in = _spec(environment) if environment is not None else None
+    played_in = None
+    if environment is not None:
+        if not isinstance(environment, Mapping) or "name" not in environment:
+            raise RecipeError(
+                f"environment: name the one that rows are played in, as in {{name: tools}}, not {environment!r:.60}."
+            )
+        for key in environment:
+            if key not in ("name", "options"):
+                raise RecipeError(f"environment: unknown key '{key}'{nearest(str(key), ['name', 'options'])}")
+        played_in = EnvironmentSpec(str(environment["name"]), dict(environment.get("options") or {}))
+        check("environment", played_in.name, "environment")
+        _, problem = wrong_options("environment", played_in.name, played_in.options)
+        if problem:
+            raise RecipeError(f"environment: {problem}")
     if columns is not None:
         if environments:
             raise RecipeError("environments is for rows that are tasks; flat rows (columns) name no environment.")
         return FlatRows(columns, instruction, system, media_first, played_in)
     if instruction or system or media_first:
-        raise RecipeError(
-            "instruction, system and media_first are for flat rows; say which column is which with 'columns'."
-        )
+        raise RecipeError("instruction, system and media_first are for flat rows; map their columns with 'columns'.")
     for name, place in (environments or {}).items():
         check("environment", str(place), f"environments.{name}")
-    return TaskRows(environments, played_in)
-
-
-def _spec(environment: Mapping[str, Any]) -> EnvironmentSpec:
-    """The environment that a recipe names for all rows: {name, options}."""
-    if not isinstance(environment, Mapping) or "name" not in environment:
-        raise RecipeError(
-            f"environment: name the one that rows are played in, as in {{name: tools}}, not {environment!r:.60}."
-        )
-    for key in environment:
-        if key not in ("name", "options"):
-            raise RecipeError(f"environment: unknown key '{key}'{nearest(str(key), ['name', 'options'])}")
-    name, options = str(environment["name"]), environment.get("options") or {}
-    check("environment", name, "environment")
-    _, problem = wrong_options("environment", name, options)
-    if problem:
-        raise RecipeError(f"environment: {problem}")
-    return EnvironmentSpec(name, dict(options))
+    return TaskRows(environments or {}, played_in)
 
 
 def _unknown(field: str) -> str:
     return (
-        f"unknown field '{field}'{nearest(field, FIELDS, cutoff=0.7)} What is your own goes under 'metadata'; for flat "
-        "rows say which column is which with 'columns', as in columns: {prompt: question, answer: label, pictures: image}."
+        f"unknown field '{field}'{nearest(field, FIELDS, cutoff=0.7)} Fields of your own go under 'metadata'; flat rows "
+        "are mapped with 'columns', as in columns: {prompt: question, answer: label, pictures: image}."
     )
 
 
@@ -224,11 +206,11 @@ def _check_last(messages: tuple[Message, ...], place: Place) -> None:
 
 
 def _check_texts(values: Sequence[Any], place: Place) -> None:
-    """Refuse half a surrogate pair, NaN and infinity in what is logged later and compared with answers."""
+    """Refuse lone surrogates, NaN and infinity in values that are logged later and compared with answers."""
     try:
         json.dumps(values, ensure_ascii=False, default=str, allow_nan=False).encode()
     except (UnicodeEncodeError, ValueError, RecursionError) as error:
-        raise place.error(f"it holds a text or a number that cannot be written down: {words(error)}.") from error
+        raise place.error(f"it holds a text or a number that cannot be stored: {words(error)}.") from error
 
 
 def _demonstration(raw: Any, place: Place) -> tuple[str, ...]:
@@ -239,7 +221,7 @@ def _demonstration(raw: Any, place: Place) -> tuple[str, ...]:
 
 
 def _decoded(row: Mapping[str, Any], field: str, place: Place) -> Any:
-    """A field that may be kept as JSON text, which is how Parquet holds values of mixed types."""
+    """A field that may be JSON text, as in Parquet, where a column has one type."""
     if not isinstance(row[field], str):
         return row[field]
     try:
@@ -266,12 +248,12 @@ def _reach(row: Mapping[str, Any], path: str, place: Place) -> Any:
 
 
 class RowOptions(TypedDict, total=False):
-    """What a recipe may say of rows.
+    """The options of all sources of rows.
 
-    ``columns``, ``instruction``, ``system`` and ``media_first`` are of flat rows (see ``FlatRows``). Without ``columns`` a
-    row is a task with content blocks. ``limit`` takes the first rows only (0: all). ``video`` and ``sound`` say how clips
-    are decoded (``ClipOptions``). ``environments`` {name: module:Class} are those that rows may name beside the registered;
-    ``environment`` {name, options} is the one that rows are played in that name none.
+    ``columns``, ``instruction``, ``system`` and ``media_first`` are for flat rows (see ``FlatRows``). Without ``columns`` a
+    row is a task with content blocks. ``limit`` takes the first rows only (0: all). ``video`` and ``sound``: how clips
+    are decoded (``ClipOptions``). ``environments`` {name: module:Class}: those that rows may name beside the registered
+    ones; ``environment`` {name, options}: for rows that name none.
     """
 
     columns: Mapping[str, str] | None
@@ -286,29 +268,6 @@ class RowOptions(TypedDict, total=False):
 
 
 class FileRowOptions(RowOptions, total=False):
-    """Also ``media_roots``: folders that media may lie in, beside the data's own."""
+    """Also ``media_roots``: folders that may hold media, beside the data's own."""
 
     media_roots: Sequence[str]
-
-
-class RowReading:
-    """How the rows of a source are read: their format, how clips are decoded, and how many there are at most."""
-
-    def __init__(self, options: RowOptions, where: str) -> None:
-        self.clips = ClipOptions(options.get("video"), options.get("sound"), where)
-        self.format = layout_of(
-            options.get("columns"),
-            options.get("instruction", ""),
-            options.get("system", ""),
-            options.get("media_first", False),
-            options.get("environments"),
-            options.get("environment"),
-        )
-        self.limit = options.get("limit", 0)
-        for folder in options.get("media_roots", ()):  # type: ignore[attr-defined]
-            if not Path(str(folder)).expanduser().is_dir():
-                raise TaskError(f"{where}: media_roots names '{folder}', and there is no such folder.")
-
-    def length(self, rows: int) -> int:
-        """How many of so many rows are taken."""
-        return min(self.limit, rows) if self.limit else rows

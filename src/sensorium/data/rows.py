@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from io import BufferedReader
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,9 +18,9 @@ from PIL import Image
 from sensorium.data.lru import LRU
 from sensorium.data.media_files import file_state, open_regular, roots_of
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place
+from sensorium.data.message_parsing import ClipOptions, Place
 from sensorium.data.pictures import encode_png
-from sensorium.data.row_format import FileRowOptions, RowOptions, RowReading
+from sensorium.data.row_format import FileRowOptions, RowOptions, layout_of
 from sensorium.vocabulary.errors import DataChanged, RecipeError, TaskError, nearest, similar_file
 from sensorium.vocabulary.plain import strict_json, words
 from sensorium.vocabulary.task import Task
@@ -28,28 +29,69 @@ MIB = 1024 * 1024
 ROWS_AT_ONCE = 256
 WHOLE_DIGEST = 256 * MIB
 DIGEST_TAIL = 16 * MIB
-READINGS = 3
-"""How often a read is repeated while the file is touched during it."""
+READINGS = 3  # how often a read is repeated while the file is touched during it
 
 
-class JsonlRows:
-    """One task a line; blank lines are passed over. Paths of media start from the file's folder.
+class _Rows:
+    """The common part of all sources of rows: options, limit, and the task of a row.
 
-    Media lie in the file's folder, or in one of ``media_roots``. The options are those of all rows (``FileRowOptions``).
+    A subclass sets ``_length`` and the folder and roots of media, and has ``_read`` (a row's fields) and ``_names``.
+    """
+
+    _length = 0
+    _folder = Path()
+    _roots: tuple[Path, ...] | None = None
+
+    def __init__(self, where: str, store: MediaStore, options: RowOptions) -> None:
+        self.store = store
+        self._clips = ClipOptions(options.get("video"), options.get("sound"), where)
+        layout: dict[str, Any] = dict(options)
+        for name in ("video", "sound", "limit", "media_roots"):
+            layout.pop(name, None)
+        self._format = layout_of(**layout)
+        self._limit = options.get("limit", 0)
+        for folder in options.get("media_roots", ()):  # type: ignore[attr-defined]
+            if not Path(str(folder)).expanduser().is_dir():
+                raise TaskError(f"{where}: media_roots names '{folder}', and there is no such folder.")
+
+    def __len__(self) -> int:
+        return min(self._limit, self._length) if self._limit else self._length
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._format.task(self._read(index), self._names(index)[1], self._place(index))
+
+    def _names(self, index: int) -> tuple[str, str]:
+        """The name of a row in errors, and the id of its task."""
+        raise NotImplementedError
+
+    def _read(self, index: int) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def _place(self, index: int) -> Place:
+        return Place(self._names(index)[0], self._folder, self.store, self._clips, self._roots)
+
+
+class JsonlRows(_Rows):
+    """One task a line; blank lines are skipped. Media paths are relative to the file's folder.
+
+    Media lie in the file's folder, or in one of ``media_roots``. Further options: ``FileRowOptions``.
     """
 
     def __init__(self, path: str, store: MediaStore, **options: Unpack[FileRowOptions]) -> None:
-        self.path, self.store = Path(path), store
-        self._reading = RowReading(options, path)
-        self._roots = roots_of(self.path.parent, options.get("media_roots", ()))
+        super().__init__(path, store, options)
+        self.path = Path(path)
+        self._folder, self._roots = self.path.parent, roots_of(self.path.parent, options.get("media_roots", ()))
         self._starts, self._lines = array("q"), array("q")
         try:
-            self._scan(self._reading.limit)
+            self._scan()
         except OSError as error:
             similar = similar_file(self.path)
             end = "" if similar.endswith("?") else "."
             raise TaskError(f"{path}: cannot read the file: {error.strerror}{similar}{end}") from error
-        if not self._starts:
+        self._length = len(self._starts)
+        if not self._length:
             raise TaskError(f"{path}: the file has no rows; a JSONL file has one JSON object a line.")
 
     @property
@@ -57,20 +99,11 @@ class JsonlRows:
         """The digest of the rows that are used, by file."""
         return {str(self.path): self._scanned[1]}
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Task:
+    def _names(self, index: int) -> tuple[str, str]:
         line = self._lines[index]
-        return self._reading.format.task(self._read(index), f"{self.path.name}:{line}", self._place(index))
-
-    def _place(self, index: int) -> Place:
-        """Where a row stands."""
-        where = f"{self.path}:{self._lines[index]}"
-        return Place(where, self.path.parent, self.store, self._reading.clips, self._roots)
+        return f"{self.path}:{line}", f"{self.path.name}:{line}"
 
     def _read(self, index: int) -> dict[str, Any]:
-        """The object of a row."""
         place = self._place(index)
         try:
             with open_regular(self.path) as file:
@@ -84,7 +117,7 @@ class JsonlRows:
                     raise DataChanged(_changed(self.path))
             row = strict_json(line.decode("utf-8-sig"))
         except json.JSONDecodeError as error:
-            raise place.error(f"malformed JSON: {error.msg} at column {error.colno}. Mend or delete the line.") from error
+            raise place.error(f"malformed JSON: {error.msg} at column {error.colno}. Fix or delete the line.") from error
         except FileNotFoundError as error:
             raise DataChanged(_changed(self.path)) from error
         except (ValueError, RecursionError, OSError) as error:
@@ -93,8 +126,8 @@ class JsonlRows:
             raise place.error(f"a line must hold one JSON object, not {row!r:.60}.")
         return row
 
-    def _scan(self, limit: int) -> None:
-        """Note where each row starts, so that any one can be read alone, and what was read so far."""
+    def _scan(self) -> None:
+        """Record where each row starts, so that it can be read alone, and a digest of all that was scanned."""
         end, digest = 0, hashlib.blake2b(digest_size=16)
         with open_regular(self.path) as file:
             self._state = _state(file)
@@ -104,12 +137,12 @@ class JsonlRows:
                     self._starts.append(end)
                     self._lines.append(number)
                 end += len(line)
-                if limit and len(self._starts) == limit:
+                if self._limit and len(self._starts) == self._limit:
                     break
         self._scanned = (end, digest.hexdigest())
 
     def _refuse_changed(self, file: BufferedReader) -> None:
-        """Refuse a file that is not what was scanned: rows would begin at other places. A mere touch is no change."""
+        """Refuse a file whose scanned content has changed: rows would begin elsewhere. A touch is no change."""
         if (state := _state(file)) == self._state:
             return
         file.seek(0)
@@ -122,11 +155,10 @@ class JsonlRows:
         self._state = state
 
 
-class ParquetRows:
+class ParquetRows(_Rows):
     """One task a row. Row groups are read when needed and the latest kept, within ``cache_mib``.
 
-    A row group that takes more than ``row_group_mib`` in memory is refused. The other options are those of all rows
-    (``FileRowOptions``).
+    A row group that takes more than ``row_group_mib`` in memory is refused. Further options: ``FileRowOptions``.
     """
 
     def __init__(
@@ -140,9 +172,9 @@ class ParquetRows:
         import pyarrow
         from pyarrow.parquet import ParquetFile
 
-        self.path, self.store = Path(path), store
-        self._reading = RowReading(options, path)
-        self._roots = roots_of(self.path.parent, options.get("media_roots", ()))
+        super().__init__(path, store, options)
+        self.path = Path(path)
+        self._folder, self._roots = self.path.parent, roots_of(self.path.parent, options.get("media_roots", ()))
         try:
             with open_regular(self.path) as opened:
                 self._state = _state(opened)
@@ -153,55 +185,49 @@ class ParquetRows:
         names = self._file.schema_arrow.names
         if repeated := [name for name in names if names.count(name) > 1]:
             raise TaskError(f"{path}: the column '{repeated[0]}' occurs twice, and one would be lost. Rename or drop one.")
-        self._fields = self._reading.format.fields(names, path)
-        self._ends: list[int] = []
-        for group in range(self._file.metadata.num_row_groups):
-            before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + self._file.metadata.row_group(group).num_rows)
-        rows = self._file.metadata.num_rows
-        self._length = self._reading.length(rows)
-        if not rows:
+        self._fields = self._format.fields(names, path)
+        metadata = self._file.metadata
+        self._ends = list(accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
+        self._length = metadata.num_rows
+        if not self._length:
             raise TaskError(f"{path}: the file has no rows.")
         self._cache: LRU[int, Any] = LRU(cache_mib * MIB, lambda table: table.nbytes, at_least=1)
         self._group_bound = row_group_mib * MIB
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return self._length
+    def _names(self, index: int) -> tuple[str, str]:
+        return f"{self.path}, row {index}", f"{self.path.name}:{index}"
 
-    def __getitem__(self, index: int) -> Task:
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        place = Place(f"{self.path}, row {index}", self.path.parent, self.store, self._reading.clips, self._roots)
-        group = bisect_right(self._ends, index)
-        table = self._group(group, place)
-        within = index - (self._ends[group - 1] if group else 0)
-        return self._reading.format.task(stored_row(table, within, place), f"{self.path.name}:{index}", place)
-
-    def _group(self, group: int, place: Place) -> Any:
-        import pyarrow
-
+    def _read(self, index: int) -> dict[str, Any]:
+        place, group = self._place(index), bisect_right(self._ends, index)
         with self._lock:
             table = self._cache.get(group)
             if table is None:
-                for _ in range(READINGS):
-                    self._refuse_changed()
-                    failure = None
-                    try:
-                        table = self._read(group, place)
-                    except (OSError, pyarrow.ArrowException) as error:
-                        failure = error
-                    if not self._refuse_changed():
-                        break
-                else:
-                    raise DataChanged(_changed(self.path))
-                if failure is not None:
-                    raise place.error(f"cannot read row group {group}: {failure}") from failure
+                table = self._group(group, place)
                 self._cache.put(group, table)
-            return table
+        return stored_row(table, index - (self._ends[group - 1] if group else 0), place)
+
+    def _group(self, group: int, place: Place) -> Any:
+        """A row group, read from a file that did not change meanwhile."""
+        import pyarrow
+
+        for _ in range(READINGS):
+            self._refuse_changed()
+            failure = None
+            try:
+                table = self._read_group(group, place)
+            except (OSError, pyarrow.ArrowException) as error:
+                failure = error
+            if not self._refuse_changed():
+                break
+        else:
+            raise DataChanged(_changed(self.path))
+        if failure is not None:
+            raise place.error(f"cannot read row group {group}: {failure}") from failure
+        return table
 
     def _refuse_changed(self) -> bool:
-        """Refuse a file whose content is not what it was at the start. True if it was touched since the last look."""
+        """Refuse a file whose content has changed since the start. True if it was touched since the last check."""
         try:
             with open_regular(self.path) as file:
                 state = _state(file)
@@ -214,8 +240,8 @@ class ParquetRows:
         self._state = state
         return True
 
-    def _read(self, group: int, place: Place) -> Any:
-        """A row group, in parts: what is small on disk may be huge in memory, and then it is refused before it is.
+    def _read_group(self, group: int, place: Place) -> Any:
+        """A row group, in parts: one that is small on disk may be huge in memory, and is refused before it is.
 
         A value may be as large as its whole column, and a dictionary repeats it in every row: the larger the column, the
         fewer rows are read at once.
@@ -225,34 +251,41 @@ class ParquetRows:
         stored = self._file.metadata.row_group(group)
         largest = max(stored.column(i).total_uncompressed_size for i in range(stored.num_columns))
         rows = min(ROWS_AT_ONCE, max(1, self._group_bound // max(1, largest)))
-        if self._repeated_size(group) > self._group_bound:
-            raise self._too_large(group, place)
-        parts, size = [], 0
-        for part in self._file.iter_batches(rows, row_groups=[group], columns=self._fields):
-            parts.append(part)
-            size += part.nbytes
-            if size > self._group_bound:
-                raise self._too_large(group, place)
+        parts, size = [], self._repeated_size(group)
+        if size <= self._group_bound:
+            size = 0
+            for part in self._file.iter_batches(rows, row_groups=[group], columns=self._fields):
+                parts.append(part)
+                size += part.nbytes
+                if size > self._group_bound:
+                    break
+        if size > self._group_bound:
+            raise place.error(
+                f"row group {group} takes more than {self._group_bound // MIB} MiB in memory. Write the file with smaller "
+                "row groups, or raise the source's option row_group_mib."
+            )
         return pyarrow.Table.from_batches(parts)
 
-    def _too_large(self, group: int, place: Place) -> TaskError:
-        return place.error(
-            f"row group {group} takes more than {self._group_bound // MIB} MiB in memory. Write the file with smaller row "
-            "groups, or raise the source's option row_group_mib."
-        )
-
     def _repeated_size(self, group: int) -> int:
-        """What values take that a dictionary repeats in the lists of a row, found without repeating them; else 0.
+        """The size of values that a dictionary repeats in the lists of a row, computed without repeating them; else 0.
 
         One row with a thousand times the same 4 MiB is 4 MiB on disk and 4 GiB in memory.
         """
+        import pyarrow
+        from pyarrow import compute
         from pyarrow.parquet import ParquetFile
 
+        def size_of(array: Any) -> int:
+            if isinstance(array, pyarrow.DictionaryArray):
+                return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+            if isinstance(array, pyarrow.StructArray):
+                return sum(map(size_of, array.flatten()))
+            return size_of(array.flatten()) if isinstance(array, pyarrow.ListArray | pyarrow.LargeListArray) else 0
+
         stored = self._file.metadata.row_group(group)
-        columns = [stored.column(i) for i in range(stored.num_columns)]
         lists = [
             column.path_in_schema
-            for column in columns
+            for column in map(stored.column, range(stored.num_columns))
             if column.physical_type == "BYTE_ARRAY"
             and column.num_values > stored.num_rows
             and column.num_values * column.total_uncompressed_size > self._group_bound
@@ -262,23 +295,11 @@ class ParquetRows:
             return 0
         with ParquetFile(self.path, read_dictionary=lists) as file:
             parts = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=lists)
-            return sum(_repeated_size(column) for part in parts for column in part.columns)
-
-
-def _repeated_size(array: Any) -> int:
-    """The bytes of texts in an arrow array whose dictionaries were applied."""
-    import pyarrow
-    from pyarrow import compute
-
-    if isinstance(array, pyarrow.DictionaryArray):
-        return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
-    if isinstance(array, pyarrow.StructArray):
-        return sum(map(_repeated_size, array.flatten()))
-    return _repeated_size(array.flatten()) if isinstance(array, pyarrow.ListArray | pyarrow.LargeListArray) else 0
+            return sum(size_of(column) for part in parts for column in part.columns)
 
 
 def stored_row(rows: Any, index: int, place: Place) -> dict[str, Any]:
-    """A row of an arrow table as Python values; a value that Python cannot hold makes it a bad row."""
+    """A row of an arrow table as Python values; one with a value that Python cannot hold is a bad row."""
     import pyarrow
 
     try:
@@ -320,12 +341,12 @@ def _changed(path: Path) -> str:
     )
 
 
-class HubRows:
+class HubRows(_Rows):
     """One task a row of ``data`` (a hub id or a local folder), its configuration ``name`` and its ``split``.
 
-    Media are taken as they are stored, never decoded by the library. Paths of media start from ``folder`` (the local folder
-    itself if not said) and stay there, in the library's caches, or in ``media_roots``. Data sets that are programs (loading
-    scripts) are not run: the library has given them up. The other options are those of all rows (``FileRowOptions``).
+    Media are read as stored, not decoded by the library. Media paths are relative to ``folder`` (by default a local
+    ``data`` folder) and stay there, in the library's caches, or in ``media_roots``. Data sets with loading scripts are not
+    supported, as in the library. Further options: ``FileRowOptions``.
     """
 
     def __init__(
@@ -338,48 +359,35 @@ class HubRows:
         folder: str | None = None,
         **options: Unpack[FileRowOptions],
     ) -> None:
-        self.data, self.split, self.store = data, split, store
-        local = Path(folder) if folder is not None else Path(data) if Path(data).is_dir() else None
-        self.folder = local if local is not None else Path()
-        self._reading = RowReading(options, data)
-        rows = _loaded(data, name, split, revision)
-        fields = self._reading.format.fields(rows.column_names, f"{data}, split '{split}'")
+        super().__init__(data, store, options)
+        self.data, self.split = data, split
+        rows = _load_split(data, name, split, revision)
+        fields = self._format.fields(rows.column_names, f"{data}, split '{split}'")
         # The library names its files by their times, so the split is named instead. One held in memory has no files.
         files = [content_digest(Path(file["filename"])) for file in rows.cache_files]
         self.row_digests = {f"{data}, split '{split}'": " ".join(files)} if files else {}
         # The arrow form of a row holds a medium's bytes or path as they are.
         self._rows = rows.select_columns(fields).with_format("arrow")
-        self._length = self._reading.length(len(rows))
-        caches = _caches()
-        # What the library downloaded lies in its caches; the folder that a process happens to stand in is not opened.
-        roots = [*options.get("media_roots", ()), *caches]
-        self._roots = roots_of(local if local is not None else Path(caches[0]), roots)
-        if not len(rows):
+        self._length = len(rows)
+        if not self._length:
             raise TaskError(f"the data set '{data}', split '{split}', has no rows.")
+        from datasets import config
+        from huggingface_hub.constants import HF_HUB_CACHE
 
-    def __len__(self) -> int:
-        return self._length
+        # Downloads lie in the library's caches (tokens do not); the current folder of the process is not a root.
+        local = Path(folder) if folder is not None else Path(data) if Path(data).is_dir() else None
+        caches = [str(HF_HUB_CACHE), str(config.HF_DATASETS_CACHE)]
+        self._folder = local or Path()
+        self._roots = roots_of(local or Path(caches[0]), [*options.get("media_roots", ()), *caches])
 
-    def __getitem__(self, index: int) -> Task:
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        place = Place(
-            f"{self.data}, split '{self.split}', row {index}", self.folder, self.store, self._reading.clips, self._roots
-        )
-        row = stored_row(self._rows, index, place)
-        return self._reading.format.task(row, f"{self.data}/{self.split}/{index}", place)
+    def _names(self, index: int) -> tuple[str, str]:
+        return f"{self.data}, split '{self.split}', row {index}", f"{self.data}/{self.split}/{index}"
 
-
-def _caches() -> list[str]:
-    """The folders that hold downloaded data sets; tokens lie elsewhere."""
-    from datasets import config
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return [str(HF_HUB_CACHE), str(config.HF_DATASETS_CACHE)]
+    def _read(self, index: int) -> dict[str, Any]:
+        return stored_row(self._rows, index, self._place(index))
 
 
-def _loaded(data: str, name: str | None, split: str, revision: str | None) -> Any:
-    """The rows of one split, through the ``datasets`` library."""
+def _load_split(data: str, name: str | None, split: str, revision: str | None) -> Any:
     if find_spec("datasets") is None:
         raise RecipeError("source 'hub' needs the package datasets, which is not installed: pip install datasets.")
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
@@ -401,42 +409,42 @@ def _loaded(data: str, name: str | None, split: str, revision: str | None) -> An
     return found
 
 
-class PassedRows:
-    """One task a row, with the fields and options of all rows (``RowOptions``); pictures may be PIL images as well.
+class PassedRows(_Rows):
+    """One task a row of a list or data set passed in Python (``RowOptions``); pictures may be PIL images as well.
 
-    Paths start from the current folder and may lead anywhere: the rows are the user's own program's. ``digest`` is that of
-    the rows a run began with: others are refused.
+    Media paths are relative to the current folder and may lead anywhere: the user's own program made the rows. ``digest``
+    is that of the rows a run began with: others are refused.
     """
 
     def __init__(self, rows: Sequence[Any], store: MediaStore, digest: str = "", **options: Unpack[RowOptions]) -> None:
         if digest and digest != digest_of(rows):
             raise RecipeError(
-                f"the {len(rows)} rows passed are not those the run began with, so going on would not repeat it. Pass the "
-                "same rows, or start a new run."
+                f"the {len(rows)} rows passed are not those the run began with, so continuing would not repeat it. Pass "
+                "the same rows, or start a new run."
             )
-        self.store = store
-        self._reading = RowReading(options, "rows")
-        self._stored = hasattr(rows, "with_format")  # a data set
-        self._rows: Any = rows.with_format("arrow") if self._stored else rows  # type: ignore[attr-defined]
-        self._length = self._reading.length(len(rows))
-
-    def __len__(self) -> int:
-        return self._length
+        super().__init__("rows", store, options)
+        self._is_data_set = hasattr(rows, "with_format")
+        self._rows: Any = rows.with_format("arrow") if self._is_data_set else rows  # type: ignore[attr-defined]
+        self._length = len(rows)
 
     def __getitem__(self, index: int) -> Task:
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        place = Place(f"row {index}", Path(), self.store, self._reading.clips)
-        row = stored_row(self._rows, index, place) if self._stored else self._rows[index]
-        if isinstance(row, Task):
-            return row
+        if not self._is_data_set and 0 <= index < len(self) and isinstance(self._rows[index], Task):
+            task: Task = self._rows[index]
+            return task
+        return super().__getitem__(index)
+
+    def _names(self, index: int) -> tuple[str, str]:
+        return f"row {index}", f"row/{index}"
+
+    def _read(self, index: int) -> Any:
+        row = stored_row(self._rows, index, self._place(index)) if self._is_data_set else self._rows[index]
         if not isinstance(row, Mapping):
             raise TaskError(f"row {index} of the list of tasks is {type(row).__name__}; give a dict or a Task.")
-        return self._reading.format.task(with_bytes(row), f"row/{index}", place)
+        return with_bytes(row)
 
 
 def digest_of(rows: Sequence[Any]) -> str:
-    """What tells rows from others: a data set's own fingerprint, or a hash of everything in them."""
+    """A digest of rows: a data set's own fingerprint, or a hash of everything in them."""
     fingerprint = getattr(rows, "_fingerprint", None)
     if isinstance(fingerprint, str):
         return fingerprint

@@ -1,7 +1,7 @@
 """Shapes: generated pictures of coloured shapes, and questions: which colour, which shape, how many, where, what is there.
 
 A picture has four quarters, each empty or with one shape. An index always gives the same task, on every machine. Train and
-test never share a scene: what stands in which quarter decides the split, before any jitter. The right answers of a kind of
+test never share a scene: the shapes in the quarters decide the split, before any jitter. The right answers of a kind of
 question are equally frequent, so that without the picture one in four is right.
 """
 
@@ -71,23 +71,16 @@ class Shapes:
         picture: Pictures = "own",
         guessed: Sequence[str] = (),
     ) -> None:
-        for kind in (*kinds, *guessed):
-            if kind not in (*KINDS, LIST):
-                raise TaskError(f"shapes: there is no kind of question '{kind}'{nearest(kind, [*KINDS, LIST])}")
-        if split not in ("train", "test"):
-            raise TaskError(f"shapes: there is no split '{split}'{nearest(split, ['train', 'test'])}")
-        if picture not in ("own", "blank", "swapped"):
-            raise TaskError(f"shapes: there is no picture '{picture}'{nearest(picture, ['own', 'blank', 'swapped'])}")
+        checked = [("kind of question", kind, [*KINDS, LIST]) for kind in (*kinds, *guessed)]
+        checked += [("split", split, ["train", "test"]), ("picture", picture, ["own", "blank", "swapped"])]
+        for option, given, known in checked:
+            if given not in known:
+                raise TaskError(f"shapes: there is no {option} '{given}'{nearest(given, known)}")
         if not kinds or size < 1 or not 16 <= picture_size <= 4096:
             raise TaskError("shapes: needs at least one kind of question, a size of 1 and a picture_size of 16 to 4096.")
-        self.store = store
-        self.split = split
-        self.size = size
-        self.seed = seed
-        self.kinds = tuple(kinds)
-        self.picture_size = picture_size
-        self.picture = picture
-        self.guessed = frozenset(guessed)
+        self.store, self.split, self.size, self.seed = store, split, size, seed
+        self.kinds, self.guessed = tuple(kinds), frozenset(guessed)
+        self.picture_size, self.picture = picture_size, picture
 
     def __len__(self) -> int:
         return self.size
@@ -98,19 +91,19 @@ class Shapes:
         scene = self.scene(index)
         name = f"shapes/{self.split}/{self.seed}/{index}"
         media = self.store.put(self._drawing(index, scene), "picture", origin=name)
-        told = scene.answer
+        demonstrated = scene.answer
         if scene.kind in self.guessed:
-            told = self._random("guess", index).choice(ANSWERS[scene.kind])
+            demonstrated = self._random("guess", index).choice(ANSWERS[scene.kind])
         return Task(
             id=name if self.picture == "own" else f"{name}/{self.picture}",
             messages=(user(media, scene.question),),
             answer=scene.answer,
-            demonstration=(f"<answer>{told}</answer>",),
+            demonstration=(f"<answer>{demonstrated}</answer>",),
             metadata={"category": scene.kind},
         )
 
     def scene(self, index: int) -> ShapesScene:
-        """What task ``index`` asks and shows; drawn again until it belongs to this split."""
+        """The scene of task ``index``, sampled until it belongs to this split."""
         random = self._random("scene", index)
         kind = self.kinds[index % len(self.kinds)]
         while True:
@@ -137,12 +130,16 @@ def is_test(things: tuple[Thing, ...]) -> bool:
 
 
 def _draw_scene(kind: str, random: Random) -> ShapesScene:
-    """A question with a uniformly drawn answer, and two to four things among which only that answer is right."""
+    """A question with a uniformly sampled answer, and two to four things among which only that answer is right."""
     colour, shape = random.choice(list(COLOURS)), random.choice(SHAPES)
     quarters = random.sample(range(4), 4)
     if kind == LIST:
         things = [Thing(random.choice(list(COLOURS)), random.choice(SHAPES), quarter) for quarter in quarters]
-        return _listing(things[: random.randint(1, 4)])
+        things = things[: random.randint(1, 4)]
+        # The content of each quarter in reading order: a caption, which teaches a vision tower faster than questions do.
+        words = {thing.quarter: f"{thing.colour} {thing.shape}" for thing in things}
+        answer = ", ".join(words.get(quarter, "none") for quarter in range(4))
+        return ShapesScene(LIST, "What is in the picture?", answer, tuple(things))
     answer = random.choice(ANSWERS[kind])
     by_shape = kind == "colour" or (kind == "place" and random.random() < 0.5)
     if kind == "colour":
@@ -166,13 +163,6 @@ def _draw_scene(kind: str, random: Random) -> ShapesScene:
         other_shapes = [s for s in SHAPES if not by_shape or s != shape]
         things.append(Thing(random.choice(other_colours), random.choice(other_shapes), quarter))
     return ShapesScene(kind, question, answer, tuple(things))
-
-
-def _listing(things: Sequence[Thing]) -> ShapesScene:
-    """What stands in each quarter, in reading order: a caption, which teaches a tower to see faster than questions do."""
-    words = {thing.quarter: f"{thing.colour} {thing.shape}" for thing in things}
-    answer = ", ".join(words.get(quarter, "none") for quarter in range(4))
-    return ShapesScene(LIST, "What is in the picture?", answer, tuple(things))
 
 
 def paint(things: Sequence[Thing], size: int, random: Random) -> np.ndarray:

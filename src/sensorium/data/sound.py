@@ -33,23 +33,20 @@ def sixteen_bits(samples: np.ndarray) -> np.ndarray:
     return np.rint(np.clip(samples, -1.0, 1.0) * 32767).astype(np.int16)
 
 
-# Times count from the start of the file: a track that begins later than the file does is preceded by silence, so that
-# sound and picture of one file stay together.
-
-
 RATES = (1000, 1_000_000)
 LATEST_S = 3600.0
-SHARP = "filter_size=128:cutoff=0.955"
-"""A filter as steep as soxr's, by which the models' own tools resample; libav's usual one dampens from 6 kHz on."""
-LOUDEST = 65536.0
-"""Largest magnitude of a sample. Full scale is 1; files that hold 16-bit numbers as floats reach 32,768."""
-STREAMED = 0x7FFFFFFF
-"""Lengths from here on stand in the header of a WAV whose writer could not know how long it would get."""
+SHARP = "filter_size=128:cutoff=0.955"  # as steep as soxr, which the models' own tools use; libav's dampens from 6 kHz on
+LOUDEST = 65536.0  # largest magnitude of a sample. Full scale is 1; files with 16-bit numbers as floats reach 32,768
+STREAMED = 0x7FFFFFFF  # lengths from here on are placeholders in the header of a streamed WAV
 
 
 @dataclass(frozen=True)
 class DecodedAudio:
-    """Samples [N] of one channel, float32 in [-1, 1], their rate, and the length of the whole track."""
+    """Samples [N] of one channel, float32 in [-1, 1], their rate, and the length of the whole track.
+
+    Times count from the start of the file: a track that begins later is preceded by silence, so that sound and picture of
+    one file stay together.
+    """
 
     samples: np.ndarray
     sample_rate: int
@@ -58,16 +55,16 @@ class DecodedAudio:
     end_s: float
 
     def __post_init__(self) -> None:
-        self.samples.flags.writeable = False  # shared by all who ask for this sound
+        self.samples.flags.writeable = False  # shared by all users of this sound
 
     @property
     def nbytes(self) -> int:
-        """What the samples take in memory."""
+        """Bytes of the samples."""
         return self.samples.nbytes
 
 
 def decode_audio(source: Source, parameters: AudioParameters, name: str, limits: MediaLimits | None = None) -> DecodedAudio:
-    """Decode a sound given as bytes or a path; ``name`` (file, row) is what errors call it."""
+    """Decode a sound given as bytes or a path; ``name`` (file, row) is its name in errors."""
     limits = limits or MediaLimits()
     rate = parameters.sample_rate
     first = round(parameters.start * rate)
@@ -108,7 +105,7 @@ def decode_audio(source: Source, parameters: AudioParameters, name: str, limits:
 
 
 def _refuse_long(name: str, start: float, end: float, rate: int, limits: MediaLimits) -> None:
-    """Refuse a sound that is too long to be held; one that does not state its length is found out while it is decoded."""
+    """Refuse a sound that is too long; one that does not state its length is refused while it is decoded."""
     problem = limits.refuse_length(end - start) or limits.refuse_decoded(round(4 * rate * (end - start)))
     if problem:
         raise BadClip(name, f"the sound is too large: {problem}")
@@ -126,7 +123,7 @@ def _resampled(container: Any, stream: Any, rate: int, name: str) -> Iterator[np
                 raise BadClip(name, f"its sound begins {late / rate:.0f} s after the file does. Restore the file.")
             if late > 0:
                 yield np.zeros(late, np.float32)
-        frame.pts = None  # what the resampler would do about a timestamp out of line is its own affair
+        frame.pts = None  # the resampler must not act on irregular timestamps
         for made in resampler(frame):
             samples = _mean(made)
             yield samples[skip:]
@@ -136,7 +133,7 @@ def _resampled(container: Any, stream: Any, rate: int, name: str) -> Iterator[np
 
 
 class _Resampler:
-    """Frames at a rate, their channels as they are: mixing them there would add them up, beyond 1.
+    """Frames at a rate, with all their channels: mixing them there would add them up, beyond 1.
 
     Channels are interleaved, because frames of separate channels cannot be read beyond eight.
     """
@@ -147,32 +144,27 @@ class _Resampler:
         self._graph: Any = None
 
     def __call__(self, frame: Any) -> Iterator[Any]:
-        """What can be given after a frame; after None, what is left."""
+        """The output available after a frame; after None, the rest."""
         if self._graph is None and (frame is None or frame.sample_rate == self.rate):
             yield from self._plain.resample(frame)
             return
         if self._graph is None:
-            self._graph = self._sharp(frame)
+            graph = self._graph = library().filter.Graph()
+            source = graph.add_abuffer(
+                sample_rate=frame.sample_rate,
+                format=frame.format.name,
+                layout=frame.layout.name,
+                time_base=Fraction(1, frame.sample_rate),
+            )
+            parts = [source, graph.add("aresample", f"{self.rate}:{SHARP}"), graph.add("aformat", "sample_fmts=flt")]
+            for one, other in pairwise([*parts, graph.add("abuffersink")]):
+                one.link_to(other)
+            graph.configure()
         self._graph.push(frame)
         errors = library().error
         with suppress(errors.BlockingIOError, errors.EOFError):
             while True:
                 yield self._graph.pull()
-
-    def _sharp(self, frame: Any) -> Any:
-        graph = library().filter.Graph()
-        heard = graph.add_abuffer(
-            sample_rate=frame.sample_rate,
-            format=frame.format.name,
-            layout=frame.layout.name,
-            time_base=Fraction(1, frame.sample_rate),
-        )
-        parts = [heard, graph.add("aresample", f"{self.rate}:{SHARP}"), graph.add("aformat", "sample_fmts=flt")]
-        parts.append(graph.add("abuffersink"))
-        for one, other in pairwise(parts):
-            one.link_to(other)
-        graph.configure()
-        return graph
 
 
 def _mean(frame: Any) -> np.ndarray:
@@ -181,7 +173,7 @@ def _mean(frame: Any) -> np.ndarray:
 
 
 def _check_wave(source: Source, name: str) -> None:
-    """Refuse a WAV that ends before its header says; libav would take what is left of it for the whole."""
+    """Refuse a WAV that is shorter than its header states; libav would take the rest for the whole."""
     with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(12)

@@ -1,4 +1,17 @@
-"""Video: frames evenly sampled from a file, with their times, within pixel budgets."""
+"""Video: frames evenly sampled from a file, with their times, within pixel budgets.
+
+Rules of sampling, for 300 frames at 30 a second:
+
+    official     the Qwen models' own tools. 2 a second: 20 frames, an even number of at least four, from the first to the
+                 last: 0, 16, 31, 47 … 283, 299. At 1080 x 1920 and 28 pixels a token each becomes 560 x 1008: at most 768
+                 tokens.
+    nemo_rl      8 frames are 0, 37, 74 … 222, 259, because the step is cut to a whole number; and two frames count as one
+                 second, however long the clip is.
+    middle       the range is cut into N equal parts, and of each part the frame shown at its middle is taken (the last one
+                 that began by then, or the first of all); N is given, or the range's length times fps, rounded.
+
+Times count from the start of the file, whatever was trimmed off.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +19,7 @@ from fractions import Fraction
 from functools import cache, reduce
 from math import ceil, floor, sqrt
 from operator import or_
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -15,15 +28,14 @@ from sensorium.data.container import BadClip, Source, check_whole, library, open
 from sensorium.data.media_files import MediaLimits
 from sensorium.vocabulary.decoding import FrameRule, VideoParameters
 
-# Worked example: 300 frames at 30 a second, 2 asked for a second: 20 frames, an even number of at least four, from the
-# first to the last: 0, 16, 31, 47 … 283, 299. At 1080 x 1920 and 28 pixels a token each becomes 560 x 1008: 768 tokens
-# at most. NeMo-RL samples by a rule of its own, to which its published numbers belong: 8 of 300 frames are 0, 37, 74 …
-# 222, 259, because the step is cut to a whole number; and two frames count as one second, however long the clip is.
-
-
+T = TypeVar("T", int, float)
 LEAST_FRAMES = 2
 NEMO_RL_SECONDS_PER_FRAME = 0.5
 LARGEST_RATIO = 200
+SEEK_S = 4.0  # a gap between sampled times above which to seek: nearer ones are mostly in the same group of pictures
+
+# Colours converted alike on every machine; without the full chroma step exact rounding darkens them by two levels.
+EXACT = ("BICUBIC", "FULL_CHR_H_INT", "ACCURATE_RND", "BITEXACT")
 
 
 def official_range(parameters: VideoParameters, total: int, fps: float) -> tuple[int, int]:
@@ -37,46 +49,39 @@ def official_range(parameters: VideoParameters, total: int, fps: float) -> tuple
 
 
 def official_count(parameters: VideoParameters, total: int, fps: float) -> int:
-    """How many of ``total`` frames are taken: always an even number. A ValueError says why it cannot be."""
+    """How many of ``total`` frames are taken, always an even number; ValueError if there are too few."""
     if parameters.frames is not None:
         count = round(parameters.frames / 2) * 2
         _need(count <= total, f"{count} frames are asked for and it has {total}")
     else:
-        assert parameters.fps is not None
-        assert parameters.min_frames is not None
-        least, most = ceil(parameters.min_frames / 2) * 2, floor(parameters.max_frames / 2) * 2
-        count = floor(min(max(total / fps * parameters.fps, least), most, total) / 2) * 2
+        least, most = ceil(_resolved(parameters.min_frames) / 2) * 2, floor(parameters.max_frames / 2) * 2
+        count = floor(min(max(total / fps * _resolved(parameters.fps), least), most, total) / 2) * 2
     _need(count >= LEAST_FRAMES, f"of {total} frames there is no pair to take")
     return count
 
 
 def official_indices(parameters: VideoParameters, total: int, fps: float) -> tuple[np.ndarray, float]:
-    """The numbers of the frames to take, ends included, and the seconds that each of them stands for."""
+    """The numbers of the frames to take, ends included, and the seconds that each of them represents."""
     first, last = official_range(parameters, total, fps)
     count = official_count(parameters, last - first + 1, fps)
     return np.linspace(first, last, count).round().astype(np.int64), 1 / (count / (last - first + 1) * fps)
 
 
 def nemo_rl_indices(parameters: VideoParameters, total: int, fps: float) -> tuple[np.ndarray, float]:
-    """The same by NeMo-RL's rule: multiples of a whole number of frames, of which the last may lie well before the end."""
+    """The same by NeMo-RL's rule: multiples of a whole step, so that the last may be well before the end."""
     first, last = official_range(parameters, total, fps)
     held, asked = last - first + 1, parameters.frames
     if asked is None:
-        assert parameters.fps is not None
-        asked = min(max(int(held / fps * parameters.fps), 1), parameters.max_frames)
+        asked = min(max(int(held / fps * _resolved(parameters.fps)), 1), parameters.max_frames)
     _need(asked <= held, f"{asked} frames are asked for and it has {held}")
     return first + np.arange(asked, dtype=np.int64) * (held // asked), NEMO_RL_SECONDS_PER_FRAME
 
 
 def official_size(size: tuple[int, int], frames: int, parameters: VideoParameters) -> tuple[int, int]:
     """The (width, height) of each frame within the budgets. A clip's budget counts two frames as one temporal step."""
-    least, most = parameters.min_pixels_per_frame, parameters.max_pixels_per_frame
-    clip, multiple = parameters.max_pixels_per_clip, parameters.multiple
-    assert least is not None
-    assert most is not None
-    assert clip is not None
-    assert multiple is not None
-    return smart_size(size, multiple, least, min(most, max(clip / frames * 2, int(least * 1.05))))
+    least, most = _resolved(parameters.min_pixels_per_frame), _resolved(parameters.max_pixels_per_frame)
+    share = max(_resolved(parameters.max_pixels_per_clip) / frames * 2, int(least * 1.05))
+    return smart_size(size, _resolved(parameters.multiple), least, min(most, share))
 
 
 def smart_size(size: tuple[int, int], multiple: int, least: float, most: float) -> tuple[int, int]:
@@ -93,22 +98,15 @@ def smart_size(size: tuple[int, int], multiple: int, least: float, most: float) 
     return near[0], near[1]
 
 
+def _resolved(value: T | None) -> T:
+    """A parameter that ``VideoParameters.resolved`` has set."""
+    assert value is not None
+    return value
+
+
 def _need(holds: bool, problem: str) -> None:
     if not holds:
         raise ValueError(f"{problem}. Ask for other frames, or for another rule (sampling: middle)")
-
-
-# Rules of sampling. ``official`` and ``nemo_rl``: media/official_sampling.py. ``middle``: the range asked for is cut
-# into N equal parts, and of each part the frame shown at its middle is taken (the last one that began by then; the
-# first of all where none has); N is given, or the range's length times fps, rounded. Times count from the start of the
-# file, whatever was trimmed off. Few frames of a long video are sought one by one.
-
-
-SEEK_S = 4.0
-"""A gap between sampled times above which to seek: nearer ones are mostly in the same group of pictures."""
-
-EXACT = ("BICUBIC", "FULL_CHR_H_INT", "ACCURATE_RND", "BITEXACT")
-"""Colours converted alike on every machine; without the full chroma step exact rounding darkens them by two levels."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class DecodedVideo:
     """Frames [T, H, W, 3] of 8-bit RGB, the moments they were sampled at [T], and the clip they came from.
 
     ``size`` is the source's (width, height) as shown; ``start_s`` and ``end_s`` bound the range that was sampled.
-    ``indices`` [T] count the frames within the file, and each sampled frame stands for ``seconds_per_frame``.
+    ``indices`` [T] count the frames within the file, and each sampled frame represents ``seconds_per_frame``.
     """
 
     frames: np.ndarray
@@ -131,7 +129,7 @@ class DecodedVideo:
 
     def __post_init__(self) -> None:
         for array in (self.frames, self.times_s, self.indices):
-            array.flags.writeable = False  # shared by all who ask for this clip
+            array.flags.writeable = False  # shared by all users of this clip
 
     @property
     def frame_times_s(self) -> tuple[float, ...]:
@@ -140,43 +138,42 @@ class DecodedVideo:
 
     @property
     def nbytes(self) -> int:
-        """What the arrays take in memory."""
+        """Bytes of the arrays."""
         return self.frames.nbytes + self.times_s.nbytes + self.indices.nbytes
 
 
 def decode_video(source: Source, parameters: VideoParameters, name: str, limits: MediaLimits | None = None) -> DecodedVideo:
-    """Sample a video given as bytes or a path; ``name`` (file, row) is what errors call it."""
+    """Sample a video given as bytes or a path; ``name`` (file, row) is its name in errors."""
     limits = limits or MediaLimits()
-    parameters = parameters.resolved(FrameRule())  # what a family resolved stays as it is
+    parameters = parameters.resolved(FrameRule())  # values that a family resolved stay
     length = _length(source, name)
     start, end = trimmed(parameters, length, "video", name)
     _refuse(name, limits.refuse_length(end - start))
-    numbered = None if parameters.sampling == "middle" else _by_number(source, parameters, name)
-    count = frame_count(parameters, start, end) if numbered is None else len(numbered.indices)
-    _refuse(name, limits.refuse_decoded(3 * count))
-    times = sampled_times(parameters, start, end) if numbered is None else numbered.moments
-    for seek in (True, False):
+    if parameters.sampling == "middle":
+        _refuse(name, limits.refuse_decoded(3 * frame_count(parameters, start, end)))
+        times = sampled_times(parameters, start, end)
+        numbers, each = None, (end - start) / len(times)
+    else:
+        numbers, times, each = _by_number(source, parameters, name)
+        _refuse(name, limits.refuse_decoded(3 * len(numbers)))
+    for seek in (True, False):  # the second time if the container's index led past a frame
         with opened(source, name, "video") as container:
             clip = _Clip(container, name, limits)
             shown = clip.shown_at(times, parameters, seek=seek)
             if shown is not None:
                 frames, begins = shown
-                indices = np.array([round(begin * clip.fps) for begin in begins])
-                each = (end - start) / len(times)
-                if numbered is not None:
-                    times, indices, each = np.array(begins), numbered.indices, numbered.seconds_per_frame
-                return DecodedVideo(np.stack(frames), times, clip.fps, length, clip.size, start, end, indices, each)
-        # The container's index sent us past the frame, so go through it from the start.
-    raise AssertionError("without seeking no frame is passed over")
+                indices = np.array([round(begin * clip.fps) for begin in begins]) if numbers is None else numbers
+                moments = times if numbers is None else np.array(begins)
+                return DecodedVideo(np.stack(frames), moments, clip.fps, length, clip.size, start, end, indices, each)
+    raise AssertionError("without seeking no frame is missed")
 
 
 def frame_count(parameters: VideoParameters, start: float, end: float) -> int:
     """How many frames are sampled of a range."""
     if parameters.frames is not None:
         return parameters.frames
-    assert parameters.fps is not None
-    assert parameters.min_frames is not None
-    return min(max(floor((end - start) * parameters.fps + 0.5), parameters.min_frames), parameters.max_frames)
+    wanted = floor((end - start) * _resolved(parameters.fps) + 0.5)
+    return min(max(wanted, _resolved(parameters.min_frames)), parameters.max_frames)
 
 
 def sampled_times(parameters: VideoParameters, start: float, end: float) -> np.ndarray:
@@ -188,30 +185,22 @@ def sampled_times(parameters: VideoParameters, start: float, end: float) -> np.n
 def budgeted(size: tuple[int, int], frames: int, parameters: VideoParameters) -> tuple[int, int]:
     """The (width, height) that fits the budgets and keeps the aspect; the size itself if it fits."""
     width, height = size
-    assert parameters.max_pixels_per_frame is not None
-    assert parameters.max_pixels_per_clip is not None
-    assert parameters.min_pixels_per_frame is not None
-    most = max(1, min(parameters.max_pixels_per_frame, parameters.max_pixels_per_clip // frames))
-    wanted = min(max(width * height, parameters.min_pixels_per_frame), most)
+    most = min(_resolved(parameters.max_pixels_per_frame), _resolved(parameters.max_pixels_per_clip) // frames)
+    most = max(1, most)
+    wanted = min(max(width * height, _resolved(parameters.min_pixels_per_frame)), most)
     if wanted == width * height:
         return size
     scale = sqrt(wanted / (width * height))
     width, height = max(1, floor(width * scale)), max(1, floor(height * scale))
-    # A sliver ends with a side of a single pixel, and only the other can still give.
+    # A very thin frame ends with a side of one pixel, and only the other can still shrink.
     return min(width, max(1, most // height)), min(height, max(1, most // width))
 
 
-@dataclass(frozen=True)
-class _NumberedFrames:
-    """Frames that are taken by their numbers: these, moments at which each is shown, seconds each stands for."""
+def _by_number(source: Source, parameters: VideoParameters, name: str) -> tuple[np.ndarray, np.ndarray, float]:
+    """The frames to take: their numbers, moments at which each is shown, seconds each represents.
 
-    indices: np.ndarray
-    moments: np.ndarray
-    seconds_per_frame: float
-
-
-def _by_number(source: Source, parameters: VideoParameters, name: str) -> _NumberedFrames:
-    """The frames taken by their numbers in the file, which is read through for it, not decoded."""
+    The file is read through for it, not decoded.
+    """
     sampled = nemo_rl_indices if parameters.sampling == "nemo_rl" else official_indices
     begins: list[float] = []
     end = 0.0
@@ -220,10 +209,9 @@ def _by_number(source: Source, parameters: VideoParameters, name: str) -> _Numbe
         fps = _rate(stream)
         for packet in container.demux(stream):
             if packet.size and not packet.is_discard:
-                told = packet.pts is not None
-                begins.append(float(packet.pts * packet.time_base) - zero(container) if told else len(begins) / fps)
-                shown = float(packet.duration * packet.time_base) if packet.duration else 1 / fps
-                end = max(end, begins[-1] + shown)
+                counted = len(begins) / fps
+                begins.append(counted if packet.pts is None else float(packet.pts * packet.time_base) - zero(container))
+                end = max(end, begins[-1] + _shown_s(packet, fps))
         if not begins:
             raise BadClip(name, "the video has no frames: zero length, or truncated. Restore the file.")
         begins.sort()
@@ -233,7 +221,12 @@ def _by_number(source: Source, parameters: VideoParameters, name: str) -> _Numbe
     except ValueError as error:
         raise BadClip(name, f"the frames cannot be sampled: {error}.") from error
     ends = np.array([*begins[1:], begins[-1] + 1 / fps])
-    return _NumberedFrames(indices, ((np.array(begins) + ends) / 2)[indices], each)
+    return indices, ((np.array(begins) + ends) / 2)[indices], each
+
+
+def _shown_s(part: Any, fps: float) -> float:
+    """How long a packet or frame is shown."""
+    return float(part.duration * part.time_base) if part.duration else 1 / fps
 
 
 def _length(source: Source, name: str) -> float:
@@ -249,18 +242,18 @@ def _length(source: Source, name: str) -> float:
                 packets += 1
                 if packet.pts is not None:
                     begins = float(packet.pts * packet.time_base) - zero(container)
-                    end = max(end, begins + (float(packet.duration * packet.time_base) if packet.duration else 1 / fps))
+                    end = max(end, begins + _shown_s(packet, fps))
         return end or packets / fps
 
 
 def _rate(stream: Any) -> float:
-    """Frames a second: counted where the track's length is known, else what the codec declares."""
+    """Frames a second: counted where the track's length is known, else as the codec declares."""
     rates = (stream.average_rate, stream.guessed_rate)
     return float(next((rate for rate in (rates if stream.duration is not None else rates[::-1]) if rate), 25))
 
 
 class _Clip:
-    """The video track of an open container, and the frame it stands at."""
+    """The video track of an open container, and the current frame."""
 
     def __init__(self, container: Any, name: str, limits: MediaLimits) -> None:
         self.container, self.name, self.limits = container, name, limits
@@ -273,7 +266,7 @@ class _Clip:
     def shown_at(
         self, times: np.ndarray, parameters: VideoParameters, *, seek: bool
     ) -> tuple[list[np.ndarray], list[float]] | None:
-        """The picture shown at each time, upright and within the budgets, and when it began; None if seeking overshot."""
+        """The frame shown at each time, upright and within the budgets, and when it began; None if seeking overshot."""
         pictures: list[np.ndarray] = []
         begins: list[float] = []
         target, before, drawn = (0, 0), 0.0, None
@@ -285,12 +278,15 @@ class _Clip:
             if sought and shown[0] > time:
                 return None
             if self._ahead is None:
-                length = float(shown[1].duration * shown[1].time_base) if shown[1].duration else 1 / self.fps
-                check_whole(self.container, time, shown[0] + length, "video", self.name)
+                check_whole(self.container, time, shown[0] + _shown_s(shown[1], self.fps), "video", self.name)
             if drawn is None or drawn[0] is not shown:
                 if not pictures:
                     self.size = self._shape(shown[1])
-                    target = self._target(len(times), parameters)
+                    try:
+                        sized = budgeted if parameters.sampling == "middle" else official_size
+                        target = sized(self.size, len(times), parameters)
+                    except ValueError as error:
+                        raise BadClip(self.name, f"the frames cannot be sized: {error}.") from error
                     _refuse(self.name, self.limits.refuse_decoded(3 * len(times) * target[0] * target[1]))
                 drawn = (shown, self._upright(shown[1], target))
             pictures.append(drawn[1])
@@ -298,22 +294,13 @@ class _Clip:
             before = time
         return pictures, begins
 
-    def _target(self, frames: int, parameters: VideoParameters) -> tuple[int, int]:
-        """The (width, height) of the frames."""
-        if parameters.sampling == "middle":
-            return budgeted(self.size, frames, parameters)
-        try:
-            return official_size(self.size, frames, parameters)
-        except ValueError as error:
-            raise BadClip(self.name, f"the frames cannot be sized: {error}.") from error
-
     def _rewound(self) -> None:
         self._frames = self._decoded()
         self._current: tuple[float, Any] | None = None
         self._ahead = next(self._frames, None)
 
     def _advance(self, time: float) -> tuple[float, Any]:
-        """Go to the frame shown at a time."""
+        """The frame shown at a time."""
         while self._ahead is not None and (self._current is None or self._ahead[0] <= time):
             self._current, self._ahead = self._ahead, next(self._frames, None)
         if self._current is None:
@@ -323,12 +310,12 @@ class _Clip:
         return self._current
 
     def _decoded(self) -> Iterator[tuple[float, Any]]:
-        """Frames in the order shown, each with its time; a track without timestamps is counted out at its rate."""
+        """Frames in the order shown, each with its time; without timestamps by their number and the rate."""
         for number, frame in enumerate(self.container.decode(self.stream)):
             yield (frame.time - self.zero if frame.time is not None else number / self.fps), frame
 
     def _shape(self, frame: Any) -> tuple[int, int]:
-        """(width, height) as shown: pixels made square, and turned."""
+        """(width, height) as shown: with square pixels, and rotated."""
         _refuse(self.name, self.limits.refuse_pixels(frame.width, frame.height, "a frame"))
         square = self.stream.sample_aspect_ratio or Fraction(1)
         size = max(1, round(frame.width * square)), frame.height
@@ -348,12 +335,12 @@ def _refuse(name: str, problem: str) -> None:
 
 
 def _quarters(frame: Any) -> int:
-    """Quarter turns to the left that set a frame upright."""
+    """Quarter turns to the left that make a frame upright."""
     return round(frame.rotation / 90) % 4
 
 
 @cache
 def exactly() -> Any:
-    """The way colours are converted."""
+    """The interpolation flags of EXACT."""
     ways = library().video.reformatter.Interpolation
     return reduce(or_, (ways[name] for name in EXACT))

@@ -11,7 +11,7 @@ from inspect import isawaitable
 from typing import Any
 
 from sensorium.assembly.session import Session
-from sensorium.data.blank_media import blank, muted
+from sensorium.data.made_media import blank, muted
 from sensorium.data.mixture import permuted
 from sensorium.envs.protocol import Environment, Observation, StepResult
 from sensorium.evaluation.evaluate import evaluate
