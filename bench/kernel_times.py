@@ -31,10 +31,9 @@ from unittest.mock import patch
 import torch
 from step import opened
 from torch import Tensor
-from torch.nn.functional import silu
 from workload import Workload
 
-from sensorium.kernels.layer_ops import column_sums
+from sensorium.kernels import layer_torch
 from sensorium.runs.metrics import read_metrics
 
 Phase = Literal["rollout", "update", "both"]
@@ -73,119 +72,6 @@ class Operation:
 
 
 # Torch references of the operations.
-
-
-def plain_normed(x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``layer_kernels.normed``."""
-    return _plain_norm(x, weight_W, eps, weight_W.dtype)
-
-
-def plain_add_normed(
-    x: Tensor, residual: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``layer_kernels.add_normed``."""
-    summed = (residual + x).to(residual.dtype)
-    out, scale_N = _plain_norm(summed, weight_W, eps, kind or weight_W.dtype)
-    return out, summed, scale_N
-
-
-def _plain_norm(x: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight_W * (wide * scale).to(x.dtype)).to(kind), scale.flatten()
-
-
-def plain_norm_gradients(
-    x: Tensor,
-    weight_W: Tensor,
-    scale_N: Tensor,
-    gradient: Tensor,
-    more: Tensor | None,
-    narrow: torch.dtype | None = None,
-    again: bool = False,
-) -> Any:
-    """``layer_kernels.norm_gradients``."""
-    from sensorium.kernels.layer_ops import NormGradients
-
-    scale = scale_N.view(*x.shape[:-1], 1)
-    normed = x.float() * scale
-    wide = gradient.float() * weight_W
-    found = scale * (wide - normed * (wide * normed).mean(-1, keepdim=True))
-    if more is not None:
-        found = found + more
-    rounded = normed.to(x.dtype)
-    weight = (gradient.float() * rounded).flatten(0, -2).sum(0).to(weight_W.dtype)
-    result = (weight_W * rounded).to(weight_W.dtype) if again else x
-    return NormGradients(found.to(x.dtype), None if narrow is None else found.to(narrow), weight, result)
-
-
-def plain_gated(gate: Tensor, up: Tensor) -> Tensor:
-    """``layer_kernels.gated``."""
-    return silu(gate) * up
-
-
-def plain_gated_finely(gate: Tensor, up: Tensor) -> Tensor:
-    """``layer_kernels.gated_finely``."""
-    from sensorium.engines.native.decode_state import TorchOps
-
-    return TorchOps().gate_finely(gate, up)
-
-
-def plain_gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """``layer_kernels.gate_gradients``."""
-    opened_gate = silu(gate)
-    gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
-    return gate_gradient, gradient * opened_gate, opened_gate * up if again else gate_gradient
-
-
-def _turned(x: Tensor, back: bool = False) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat((second, -first) if back else (-second, first), -1)
-
-
-def plain_split_rotated(joined_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``qkv_kernels.split_rotated``."""
-    tokens, size = cos_ND.shape
-    parts = joined_NW.view(tokens, -1, size)
-    kv_heads = (parts.shape[1] - heads) // 2
-    query, key, value = parts.split([heads, kv_heads, kv_heads], 1)
-    cos, sin = cos_ND[:, None], sin_ND[:, None]
-    return query * cos + _turned(query) * sin, key * cos + _turned(key) * sin, value.contiguous()
-
-
-def plain_joined_gradients(query: Tensor, key: Tensor, value: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-    """``qkv_kernels.joined_gradients``."""
-    cos, sin = cos_ND[:, None], sin_ND[:, None]
-    back = [x * cos + _turned(x * sin, back=True) for x in (query, key)]
-    return torch.cat([*back, value], 1).flatten(1)
-
-
-def plain_rotate_into(
-    x_NW: Tensor, out_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, slots: int, count: int, back: bool
-) -> None:
-    """``tower_kernels.rotate_into``."""
-    rows, size = cos_ND.shape
-    x, out = (each.view(rows, slots, -1, size) for each in (x_NW, out_NW))
-    cos, sin = cos_ND[:, None, None], sin_ND[:, None, None]
-    part = x[:, :count].float()
-    rotated = part * cos + (_turned(part * sin, back=True) if back else _turned(part) * sin)
-    if out_NW is not x_NW:
-        out.copy_(x)
-    out[:, :count] = rotated.to(out.dtype)
-
-
-def plain_gated_pair(both: Tensor) -> Tensor:
-    """``gate_kernels.gated_pair``."""
-    gate, up = both.chunk(2, -1)
-    return silu(gate) * up
-
-
-def plain_gate_pair_gradients(both: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``gate_kernels.gate_pair_gradients``."""
-    gate, up = both.chunk(2, -1)
-    gate_gradient, up_gradient, inner = plain_gate_gradients(gate, up, given, again=True)
-    gradient = torch.cat((gate_gradient, up_gradient), -1)
-    return gradient, column_sums(gradient), inner
 
 
 def plain_head(scorer: Any, *given: Any) -> Any:
@@ -265,14 +151,10 @@ def operations() -> list[Operation]:
 
     _HEAD.setdefault(LogprobScorer, LogprobScorer._head)
     ops, never = ENGINE + "decode_kernels:TritonOps.", lambda *_, **__: False
-    norms = {"normed": plain_normed, "add_normed": plain_add_normed, "norm_gradients": plain_norm_gradients}
-    gates = {"gated": plain_gated, "gated_finely": plain_gated_finely, "gate_gradients": plain_gate_gradients}
-    rotation = {"split_rotated": plain_split_rotated, "joined_gradients": plain_joined_gradients}
-    pairs = {"gated_pair": plain_gated_pair, "gate_pair_gradients": plain_gate_pair_gradients}
-    layer, tower = KERNELS + "layer_triton:", MODELS + "tower_products:"
 
-    def of(where: str, several: dict[str, Any]) -> dict[str, Any]:
-        return {where + name: plain for name, plain in several.items()}
+    def of(*names: str) -> dict[str, Any]:
+        """The operations that layers and tower blocks share, in plain torch."""
+        return {f"{KERNELS}layer_triton:{name}": getattr(layer_torch, name) for name in names}
 
     return [
         Operation("decode: attention in one launch (row_attention.cu)", "rollout",
@@ -293,14 +175,13 @@ def operations() -> list[Operation]:
         Operation("update: AdamW (adam_kernels)", "update", {LEARNER + "optimizer:_fits_kernel": never}, "W1"),
         Operation("update: cuDNN for long blocks (block_attention)", "update", {
             LEARNER + "tree_attention:TorchFlash.leaves_to_cudnn": never}, "W2"),
-        Operation("layers: norms (layer_kernels)", "both", of(layer, norms)),
-        Operation("layers: gates (layer_kernels)", "both", of(layer, gates)),
-        Operation("layers: rotation (qkv_kernels)", "both", of(layer, rotation)),
+        Operation("layers: norms (layer_kernels)", "both", of("normed", "add_normed", "norm_gradients")),
+        Operation("layers: gates (layer_kernels)", "both", of("gated", "gated_finely", "gate_gradients")),
+        Operation("layers: rotation (qkv_kernels)", "both", of("split_rotated", "joined_gradients")),
         Operation("tower: blocks as one function (tower_products)", "both", {}, towers=(True, False)),
         Operation("tower: all", "both", {}, towers=(False, False)),
-        Operation("tower: norms (layer_kernels)", "both", of(tower, norms), "W2"),
-        Operation("tower: gates (gate_kernels)", "both", of(tower, pairs), "W2"),
-        Operation("tower: rotation (tower_kernels)", "both", {tower + "rotate_into": plain_rotate_into}, "W2"),
+        Operation("tower: gates (gate_kernels)", "both", of("gated_pair", "gate_pair_gradients"), "W2"),
+        Operation("tower: rotation (tower_kernels)", "both", of("rotate_into"), "W2"),
         Operation("layers: all (fused, fused_products, layer_kernels)", "both", {
             MODELS + "policy:Policy._stack": stock_stack}, "W1"),
     ]  # fmt: skip

@@ -59,17 +59,6 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_and_gate(kernels: TorchOps, dtype: torch.dtype) -> None:
-    plain = TorchOps()
-    x, residual = normal(3, 96, dtype=dtype), normal(3, 96, dtype=dtype, seed=1)
-    norm = NormWeights(normal(96, dtype=dtype, seed=2), 1e-6)
-    assert close(kernels.norm(x, norm), plain.norm(x, norm))
-    for found, expected in zip(kernels.add_norm(x, residual, norm), plain.add_norm(x, residual, norm), strict=True):
-        assert close(found, expected)
-    assert close(kernels.gate(x, residual), plain.gate(x, residual))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (7, 1, 32), (3, 3, 24)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_queries_keys_and_values_go_to_their_places(

@@ -129,7 +129,7 @@ def test_eight_bits_are_right_on_average() -> None:
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
 def test_the_kernel_does_what_plain_torch_does(moments: torch.dtype) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    from sensorium.learner.adam_kernels import HalvesTables
+    from sensorium.learner.optimizer import KernelTables
 
     generator = torch.Generator().manual_seed(0)
     sizes = (5000, 3, 40000)  # within a chunk of the kernel, within a block, several chunks
@@ -145,7 +145,7 @@ def test_the_kernel_does_what_plain_torch_does(moments: torch.dtype) -> None:
         for one, other in zip(found, expected, strict=True):
             gradient = torch.randn(one.parameter.numel(), generator=generator)
             one.gradient, other.gradient = gradient.to(device), gradient.clone()
-        tables = HalvesTables(found, rates, torch.device(device))
+        tables = KernelTables(found, rates, torch.device(device))
         for one in found:
             one.steps += 1
         with torch.no_grad():

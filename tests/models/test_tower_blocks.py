@@ -21,7 +21,6 @@ from sensorium.models.tower import RecentPatches
 from sensorium.models.tower_blocks import BOUNDS, AlignedMLP, TowerAttention, TowerBlock, choose, trial
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"]
 DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
@@ -54,9 +53,9 @@ def use_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def blocks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if DEVICE == "cpu" and find_spec("triton") is not None:
+    if DEVICE == "cpu":
         use_plain_attention(monkeypatch)
-        monkeypatch.setattr(layer_ops, "interpreted", True)
+        monkeypatch.setattr(layer_ops, "interpreted", find_spec("triton") is not None)
 
     def make(family: str) -> Policy:
         make_tiny(family, tmp_path, seed=1, initializer_range=0.15)
@@ -66,7 +65,6 @@ def blocks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @gpu_too
-@needs_triton
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_block_is_the_stock_block(family: str, blocks_of: Any) -> None:
     policy = blocks_of(family)
@@ -91,7 +89,6 @@ def test_on_a_cpu_blocks_are_the_stock_ones(family: str, tmp_path: Path) -> None
 
 
 @gpu_too
-@needs_triton
 def test_a_block_whose_weights_moved_or_have_adapters_computes_with_them(blocks_of: Any) -> None:
     policy = blocks_of("qwen2_5_vl")
     block = policy.adapter.towers["picture"].module.blocks[0]

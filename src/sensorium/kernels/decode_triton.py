@@ -1,4 +1,4 @@
-"""Matrix products of a decode step over few rows, and the draw of a token, as Triton kernels."""
+"""A decode step as Triton kernels: products over few rows, norms and rotation of their parts, the draw of a token."""
 
 # mypy: disable-error-code="no-untyped-def"
 from collections.abc import Sequence
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from sensorium.kernels.attention_triton import after_previous, launch_ahead
 from sensorium.kernels.layer_parts import FINE_SCALE
 from sensorium.kernels.layer_triton import fitted
-
-# mypy: disable-error-code="no-untyped-def"
-
 
 # A product whose output is narrow is cut along the inner size into parts, so that all multiprocessors read; whoever takes
 # the result sums the parts (``parts_PBN``, float32). Gate and up are read side by side and leave as one. Axes: B rows, N
@@ -278,3 +275,102 @@ def draw_tokens(
     tl.store(positions + row, tl.load(positions + row) + 1)
     tl.store(lengths + row, tl.load(lengths + row) + 1)
     tl.store(counts + row, count + 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_parts_norm(
+    parts, bias, residual, weight, out, summed, rows, width, eps,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The RMSNorm of a residual and a product that comes in parts, and their sum."""
+    after_previous(AHEAD)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, W)
+    inside = place < width
+    kind = out.dtype.element_ty
+    value = tl.zeros((W,), tl.float32)
+    for part in tl.static_range(PARTS):
+        value += tl.load(parts + (part * rows + row) * width + place, mask=inside, other=0.0)
+    value *= SCALE
+    if BIAS:
+        value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(residual + row * width + place, mask=inside, other=0.0)
+    total = (other.to(tl.float32) + value).to(other.dtype)
+    tl.store(summed + row * width + place, total, mask=inside)
+    wide = total.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    rounded = (wide * scale).to(other.dtype).to(tl.float32)
+    gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + place, (gain * rounded).to(kind), mask=inside)
+
+
+@triton.jit
+def _taken(
+    projected, bias, row, rows, begin, width, place, inside, kind: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Values at places of one head: as they are, or summed from parts and rounded."""
+    if PARTS == 0:
+        return tl.load(projected + row * width + begin + place, mask=inside, other=0.0).to(tl.float32)
+    value = tl.zeros(place.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        value += tl.load(projected + (part * rows + row) * width + begin + place, mask=inside, other=0.0)
+    if BIAS:
+        value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    return value.to(kind).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def place(
+    query, key, value, query_bias, key_bias, value_bias, cos, sin, query_gain, key_gain, query_out, key_pages, value_pages,
+    table, lengths, width, rows, eps,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    after_previous(AHEAD)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, D)
+    inside = d < SIZE
+    other = (d + SIZE // 2) % SIZE
+    kind: tl.constexpr = query_out.dtype.element_ty
+    entry = tl.minimum(tl.load(lengths + row), width * PAGE - 1)
+    page = tl.load(table + row * width + entry // PAGE).to(tl.int64)
+    # Three tensors, or one that holds queries, keys and values side by side.
+    whole: tl.constexpr = (HEADS + 2 * KV) * SIZE
+    query_width: tl.constexpr = HEADS * SIZE if PARTS == 0 else whole
+    key_width: tl.constexpr = KV * SIZE if PARTS == 0 else whole
+    key_from: tl.constexpr = 0 if PARTS == 0 else HEADS * SIZE
+    value_from: tl.constexpr = 0 if PARTS == 0 else (HEADS + KV) * SIZE
+    if head >= HEADS + KV:
+        v = head - HEADS - KV
+        copied = _taken(
+            value, value_bias + v * SIZE, row, rows, value_from + v * SIZE, key_width, d, inside, kind, PARTS, BIAS
+        )
+        tl.store(value_pages + ((page * KV + v) * PAGE + entry % PAGE) * SIZE + d, copied.to(kind), mask=inside)
+    else:
+        is_key = head >= HEADS
+        k = head - HEADS
+        if is_key:
+            begin = key_from + k * SIZE
+            x = _taken(key, key_bias + k * SIZE, row, rows, begin, key_width, d, inside, kind, PARTS, BIAS)
+            turned = _taken(key, key_bias + k * SIZE, row, rows, begin, key_width, other, inside, kind, PARTS, BIAS)
+            gain = key_gain
+        else:
+            begin = head * SIZE
+            x = _taken(query, query_bias + begin, row, rows, begin, query_width, d, inside, kind, PARTS, BIAS)
+            turned = _taken(query, query_bias + begin, row, rows, begin, query_width, other, inside, kind, PARTS, BIAS)
+            gain = query_gain
+        if NORM:
+            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+            own_gain = tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
+            turned_gain = tl.load(gain + other, mask=inside, other=0.0).to(tl.float32)
+            x = (own_gain * (x * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+            turned = (turned_gain * (turned * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        turned = tl.where(d < SIZE // 2, -turned, turned)
+        c = tl.load(cos + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
+        rotated = ((x * c).to(kind).to(tl.float32) + (turned * s).to(kind).to(tl.float32)).to(kind)
+        if is_key:
+            tl.store(key_pages + ((page * KV + k) * PAGE + entry % PAGE) * SIZE + d, rotated, mask=inside)
+        else:
+            tl.store(query_out + (row * HEADS + head) * SIZE + d, rotated, mask=inside)

@@ -1,81 +1,26 @@
-"""What lies between the products of a decoder layer, as few passes over memory: kernels for CUDA (``layer_kernels``).
+"""Autograd functions of what lies between the products of decoder layers and tower blocks, over ``layer_triton`` on CUDA.
 
 Axes: N rows, W width, F inner size, H query heads, D head size.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sensorium.kernels import layer_torch
+
 interpreted = False
-"""Whether a CPU takes the kernels too, in Triton's interpreter: for tests. Otherwise its layers are the stock ones."""
+"""Whether a CPU runs the Triton kernels, in Triton's interpreter: for tests."""
 
 
-class NormGradients(NamedTuple):
-    """Gradients of a norm's input, the same in a narrower kind, and of its weight; the norm's result where asked for.
+def ops_of(x: Tensor) -> Any:
+    """The module with the operations for a tensor's device: Triton kernels on CUDA, plain torch elsewhere."""
+    if x.is_cuda or interpreted:
+        from sensorium.kernels import layer_triton
 
-    Where it was not, ``result`` is unspecified.
-    """
-
-    input: Tensor
-    narrow: Tensor | None
-    weight: Tensor
-    result: Tensor
-
-
-class LayerOps(Protocol):
-    """The operations. Tensors are contiguous unless said otherwise; products are the caller's."""
-
-    def normed(self, x: Tensor, weight_W: Tensor, eps: float, /) -> tuple[Tensor, Tensor]:
-        """The RMSNorm of rows, in the weight's kind, and its scales [N]."""
-
-    def add_normed(
-        self, x: Tensor, residual: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype | None = None, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The RMSNorm of a sum in ``kind`` or the weight's, the sum in the residual's, the norm's scales."""
-
-    def norm_gradients(
-        self,
-        x: Tensor,
-        weight_W: Tensor,
-        scale_N: Tensor,
-        gradient: Tensor,
-        more: Tensor | None,
-        narrow: torch.dtype | None = None,
-        again: bool = False,
-    ) -> NormGradients:
-        """Gradients of a norm's input and weight; ``more`` is added to the input's. ``again``: the norm's result too."""
-
-    def gated(self, gate: Tensor, up: Tensor, /) -> Tensor:
-        """silu(gate) · up."""
-
-    def gated_finely(self, gate: Tensor, up: Tensor, /) -> Tensor:
-        """silu(gate) · up of float32 tensors in float16, divided by ``FINE_SCALE``."""
-
-    def gate_gradients(
-        self, gate: Tensor, up: Tensor, gradient: Tensor, again: bool = False, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of gate and up, and where asked for ``again`` what ``gated`` gives (else the last is unspecified)."""
-
-    def split_rotated(
-        self, joined_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: int, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [N, H, D], rotated keys, and values, of what one product gave side by side."""
-
-    def joined_gradients(self, query: Tensor, key: Tensor, value: Tensor, cos_ND: Tensor, sin_ND: Tensor, /) -> Tensor:
-        """The gradient of what was split."""
-
-    def rotated(self, x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, back: bool) -> Tensor:
-        """Heads rotated by their token's angles, or a gradient of that ``back``; not necessarily contiguous."""
-
-
-def ops_of(x: Tensor) -> LayerOps:
-    """The operations for a tensor's device. Raises ImportError without Triton."""
-    assert x.is_cuda or interpreted, "layers on a CPU are the stock ones"
-    from sensorium.kernels import layer_triton
-
-    return layer_triton
+        return layer_triton
+    return layer_torch
 
 
 # The stock modules keep float32 copies of what they normalise, and take five to fifteen operations for each of these.
@@ -130,6 +75,27 @@ class Rotate(torch.autograd.Function):
         return ops_of(cos_BTD).rotated(gradients[0], cos_BTD, sin_BTD, back=True), None, None
 
 
+class RotateSlots(torch.autograd.Function):
+    """(x [N, S · H · D], cos [N, D], sin, S, count) → x with its first ``count`` of S slots rotated, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, slots: int, count: int) -> Tensor:
+        cos_ND, sin_ND = cos_ND.contiguous(), sin_ND.contiguous()
+        ctx.save_for_backward(cos_ND, sin_ND)
+        ctx.slots, ctx.count = slots, count
+        ctx.mark_dirty(x_NW)
+        ops_of(x_NW).rotate_into(x_NW, x_NW, cos_ND, sin_ND, slots, count, back=False)
+        return x_NW
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos_ND, sin_ND = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        out_NW = torch.empty_like(gradient)
+        ops_of(gradient).rotate_into(gradient, out_NW, cos_ND, sin_ND, ctx.slots, ctx.count, back=True)
+        return out_NW, None, None, None, None
+
+
 class Gate(torch.autograd.Function):
     """(gate, up) → silu(gate) · up."""
 
@@ -143,11 +109,6 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return ops_of(gate).gate_gradients(gate, up, gradients[0].contiguous())[:2]
-
-
-def column_sums(x_NW: Tensor) -> Tensor:
-    """Sums over rows in float32, rounded to their dtype: the gradient of a bias."""
-    return x_NW.sum(0, dtype=torch.float32).to(x_NW.dtype)
 
 
 def wide_product(x: Tensor, weight_NK: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 # are float16 numbers but for the tiniest. Inner values are divided by FINE_SCALE, which makes room up to four million.
 FINE_LAYERS = 4
 FINE_SCALE = 64.0
-FIXED_ANGLES = ("default", "linear", "yarn", "llama3")
-"""Kinds of rotary angles that depend on a token's position alone, not on how long the longest row is."""
 
 
 class UnknownLayer(Exception):

@@ -1,14 +1,13 @@
 """Norm, rotation, gate and the split of joined projections as Triton kernels, and their gradients: one launch each."""
 
 # mypy: disable-error-code="no-untyped-def"
-# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sensorium.kernels.layer_ops import NormGradients
 from sensorium.kernels.layer_parts import FINE_SCALE
+from sensorium.kernels.layer_torch import NormGradients
 
 # joined [query_0 … query_H-1 key_0 … key_K-1 value_0 … value_K-1] a token, each D numbers Roundings are those of
 # ``layer_kernels.Rotate``. Axes: N tokens, H query heads, K key heads, D head size.
@@ -374,3 +373,43 @@ def _gate_gradients(
         tl.store(out + place, (wide / (1.0 + tl.exp(-wide)) * value).to(kind), mask=inside)
     tl.store(up_gradient + place, (given * silu).to(kind), mask=inside)
     tl.store(gate_gradient + place, (given * value * (sigmoid + silu * (1.0 - sigmoid))).to(kind), mask=inside)
+
+
+def rotate_into(x_NW: Tensor, out_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, slots: int, count: int, back: bool) -> None:
+    """Rotate contiguous rows; in place only what is rotated is touched."""
+    assert x_NW.is_contiguous()
+    rows, width = x_NW.shape
+    size = cos_ND.shape[1]
+    heads = width // slots // size
+    _rotate_slots[(rows, count if out_NW is x_NW else slots)](
+        x_NW, cos_ND, sin_ND, out_NW, count,
+        BACK=back, SLOTS=slots, HEADS=heads, H=triton.next_power_of_2(heads), SIZE=size,
+        D=triton.next_power_of_2(size), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_slots(
+    x, cos, sin, out, count,
+    BACK: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1)
+    h = tl.arange(0, H)[:, None]
+    d = tl.arange(0, D)[None, :]
+    inside = (h < HEADS) & (d < SIZE)
+    base = ((row * SLOTS + slot) * HEADS + h) * SIZE
+    own = tl.load(x + base + d, mask=inside, other=0.0)
+    if slot < count:
+        other = (d + SIZE // 2) % SIZE
+        turned = tl.load(x + base + other, mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(cos + row * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
+        if BACK:
+            s = tl.load(sin + row * SIZE + other, mask=d < SIZE, other=0.0).to(tl.float32)
+            turned = tl.where(d < SIZE // 2, turned, -turned)
+        else:
+            s = tl.load(sin + row * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
+            turned = tl.where(d < SIZE // 2, -turned, turned)
+        own = (own.to(tl.float32) * c + turned * s).to(out.dtype.element_ty)
+        tl.debug_barrier()  # in place: every value is read, by whichever thread, before one is written
+    tl.store(out + base + d, own, mask=inside)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from math import cos, pi
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from sensorium.learner.saved_state import is_sharded, local_of, part_for, spread_like
 from sensorium.learner.team import ALONE, Team
+from sensorium.models.segment_layout import sent_to
 from sensorium.recipe.plan import EIGHT_BITS_APART
 from sensorium.recipe.schema import OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
@@ -242,7 +243,8 @@ class StepPlan:
 
     def __init__(self, tensors: Sequence[ParameterState], rates: Sequence[Rates], device: torch.device) -> None:
         self._plain: dict[tuple[Rates, int, torch.device], list[ParameterState]] = {}
-        self._tensors, self._tables = tensors, None
+        self._tensors = tensors
+        self._tables: KernelTables | None = None
         halved: list[tuple[ParameterState, Rates]] = []
         for tensor, rate in zip(tensors, rates, strict=True):
             if _fits_kernel(tensor, device):
@@ -250,9 +252,7 @@ class StepPlan:
             else:
                 self._plain.setdefault((rate, tensor.steps, tensor.parameter.device), []).append(tensor)
         if halved:
-            from sensorium.learner.adam_kernels import HalvesTables
-
-            self._tables = HalvesTables([tensor for tensor, _ in halved], [rate for _, rate in halved], device)
+            self._tables = KernelTables([tensor for tensor, _ in halved], [rate for _, rate in halved], device)
 
     def run(self, scale: Tensor) -> None:
         """Update the tensors by their gradients times ``scale``."""
@@ -265,6 +265,66 @@ class StepPlan:
             whole = [tensor for tensor in several if _is_whole(tensor)]
             for together in ([whole] if whole else []) + [[tensor] for tensor in several if not _is_whole(tensor)]:
                 _step(together, rate)
+
+
+class KernelTables:
+    """What ``adam_triton`` reads of the next step of bfloat16 tensors on one device, and the step."""
+
+    def __init__(self, tensors: Sequence[ParameterState], rates: Sequence[Rates], device: torch.device) -> None:
+        counts = tuple(tensor.gradient.numel() for tensor in tensors if tensor.gradient is not None)
+        self._owners_C, firsts = _chunks(counts, device)
+        known: dict[tuple[Rates, int], list[float]] = {}
+        rows, settings = [], []
+        for tensor, rate, count, first in zip(tensors, rates, counts, firsts, strict=True):
+            steps = tensor.steps + 1
+            rows.append([*_addresses(tensor), count, first, noise_key(steps, tensor.place)])
+            key = (rate, steps)
+            settings.append(known.get(key) or known.setdefault(key, _settings(*key)))
+        self._bits = 8 * tensors[0].make_moments()[0].element_size()
+        self._table = sent_to(device, torch.tensor(rows))
+        self._numbers = sent_to(device, torch.tensor(settings, dtype=torch.float32))
+
+    def step(self, scale: Tensor) -> None:
+        """Move the weights; gradients are multiplied by ``scale`` on the way."""
+        from sensorium.kernels.adam_triton import adam_step
+
+        adam_step(self._owners_C, self._table, self._numbers, scale, self._bits)
+
+
+def _settings(rate: Rates, steps: int) -> list[float]:
+    """The numbers of a step; 1 - 0.999 would be 5e-5 off in float32."""
+    corrected = rate.lr / (1 - rate.beta1**steps), (1 - rate.beta2**steps) ** -0.5
+    return [1 - rate.lr * rate.weight_decay, *corrected, 1 - rate.beta1, rate.beta2, 1 - rate.beta2, rate.eps]
+
+
+def _addresses(tensor: ParameterState) -> list[int]:
+    """Where weight, remainder, gradient, both moments and the largest values of their blocks are.
+
+    All but the gradient stay where they are, unless somebody moves the weight: those are looked at once.
+    """
+    gradient = tensor.gradient
+    assert gradient is not None
+    assert gradient.is_contiguous()
+    local = local_of(tensor.parameter)
+    if tensor.fixed[:1] != (local.data_ptr(),):
+        assert tensor.remainder is not None
+        parts = (local, tensor.remainder, *tensor.make_moments())
+        assert all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts)
+        tops = (0, 0) if tensor.tops is None else tuple(part.data_ptr() for part in tensor.tops)
+        tensor.fixed = (*(part.data_ptr() for part in parts), *tops)
+    weight, remainder, *moments = tensor.fixed
+    return [weight, remainder, gradient.data_ptr(), *moments]
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _chunks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
+    """The tensor of every chunk, and every tensor's first chunk."""
+    from sensorium.kernels.adam_triton import CHUNK
+
+    chunks_N = -(-torch.tensor(counts) // CHUNK)
+    owners_C = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), chunks_N)
+    return owners_C.to(device), (chunks_N.cumsum(0) - chunks_N).tolist()
 
 
 def step_all(tensors: Sequence[ParameterState], rates: Sequence[Rates], scale: Tensor) -> None:

@@ -12,8 +12,9 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.kernels.fallbacks import fall_back
-from sensorium.kernels.layer_ops import AddNorm, Gate, Norm, Rotate, column_sums, ops_of, wide_linear, wide_product
+from sensorium.kernels.layer_ops import AddNorm, Gate, Norm, Rotate, ops_of, wide_linear, wide_product
 from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
+from sensorium.kernels.layer_torch import column_sums
 from sensorium.models.attention import Attention, MaskedAttention
 
 # Autograd would keep every product's input for its weight's gradient. Here norms and gates are computed again in the

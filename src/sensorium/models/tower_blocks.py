@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sensorium.kernels.fallbacks import fall_back
-from sensorium.kernels.layer_ops import Gate, Norm
+from sensorium.kernels.layer_ops import Gate, Norm, RotateSlots
 from sensorium.models.attention import one_row
 
 
@@ -177,8 +177,6 @@ class TowerAttention(nn.Module):
 
     def _rotated(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
         """Queries and keys rotated where they lie, and values, [P, heads, D]."""
-        from sensorium.kernels.tower_triton import RotateSlots
-
         if hasattr(self, "qkv"):
             slots = RotateSlots.apply(self.qkv(hidden), *angles, 3, 2)
             return slots.view(len(slots), 3, self.num_heads, -1).unbind(1)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from sensorium.kernels.layer_ops import column_sums
-from sensorium.kernels.layer_triton import add_normed, gate_pair_gradients, gated_pair, norm_gradients, normed
-from sensorium.kernels.tower_triton import rotate_into
+from sensorium.kernels.layer_ops import ops_of
+from sensorium.kernels.layer_torch import column_sums
 
 # Inner sizes are padded to multiples of this. Of 3,424, 3,456 and 3,584 for Qwen2.5-VL's 3,420 the first is the fastest.
 ALIGNED = 32
@@ -69,14 +68,15 @@ class GatedTowerBlock(torch.autograd.Function):
         first_gain, qkv, qkv_bias, out, out_bias, second_gain, *_, down_bias = weights
         pair, pair_bias, down = joined
         x_PW = x_PW.contiguous()
-        normed_PW, first_scale = normed(x_PW, first_gain, settings.eps[0])
+        ops = ops_of(x_PW)
+        normed_PW, first_scale = ops.normed(x_PW, first_gain, settings.eps[0])
         rotated = linear(normed_PW, qkv, qkv_bias)
-        rotate_into(rotated, rotated, settings.cos_PD, settings.sin_PD, 3, 2, back=False)
+        ops.rotate_into(rotated, rotated, settings.cos_PD, settings.sin_PD, 3, 2, back=False)
         seen_PHD, lse = attended(rotated, settings)
         projected_PW = linear(seen_PHD.flatten(1), out, out_bias)
-        normed_PW, summed_PW, second_scale = add_normed(projected_PW, x_PW, second_gain, settings.eps[1])
+        normed_PW, summed_PW, second_scale = ops.add_normed(projected_PW, x_PW, second_gain, settings.eps[1])
         both_PF = linear(normed_PW, pair, pair_bias)
-        result_PW = linear(gated_pair(both_PF), down, down_bias).add_(summed_PW)
+        result_PW = linear(ops.gated_pair(both_PF), down, down_bias).add_(summed_PW)
         ctx.settings = settings
         kept = (x_PW, first_scale, rotated, seen_PHD, lse, summed_PW, second_scale, both_PF)
         ctx.save_for_backward(*kept, first_gain, qkv, out, second_gain, pair, down)
@@ -88,8 +88,9 @@ class GatedTowerBlock(torch.autograd.Function):
         x_PW, first_scale, rotated, seen_PHD, lse, summed_PW, second_scale, both_PF, *weights = ctx.saved_tensors
         first_gain, qkv, out, second_gain, pair, down = weights
         settings, inner, given_PW = ctx.settings, ctx.inner, gradients[0].contiguous()
-        both_given, both_bias, gated_PF = gate_pair_gradients(both_PF, given_PW @ down)
-        second = norm_gradients(summed_PW, second_gain, second_scale, both_given @ pair, given_PW, again=True)
+        ops = ops_of(given_PW)
+        both_given, both_bias, gated_PF = ops.gate_pair_gradients(both_PF, given_PW @ down)
+        second = ops.norm_gradients(summed_PW, second_gain, second_scale, both_given @ pair, given_PW, again=True)
         between_PW = second.input
         gate, up = (both_given.T @ second.result).chunk(2)
         gate_bias, up_bias = both_bias.chunk(2)
@@ -99,8 +100,8 @@ class GatedTowerBlock(torch.autograd.Function):
         ]  # fmt: skip
         seen_given = (between_PW @ out).view_as(seen_PHD)
         turned = attention_gradients(seen_given, rotated, seen_PHD, lse, settings)
-        rotate_into(turned, turned, settings.cos_PD, settings.sin_PD, 3, 2, back=True)
-        first = norm_gradients(x_PW, first_gain, first_scale, turned @ qkv, between_PW, again=True)
+        ops.rotate_into(turned, turned, settings.cos_PD, settings.sin_PD, 3, 2, back=True)
+        first = ops.norm_gradients(x_PW, first_gain, first_scale, turned @ qkv, between_PW, again=True)
         attention = [
             turned.T @ first.result, column_sums(turned),
             between_PW.T @ seen_PHD.flatten(1), column_sums(between_PW),

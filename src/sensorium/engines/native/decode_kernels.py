@@ -6,26 +6,27 @@ from collections.abc import Callable, Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor, nn
 
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows, TorchOps, Unplaced
 from sensorium.engines.native.row_attention import LOG2_E, RowAttention
-from sensorium.kernels.attention_triton import after_previous, attend_own, attend_shared, launch_ahead, merge
+from sensorium.kernels.attention_triton import attend_own, attend_shared, launch_ahead, merge
 from sensorium.kernels.decode_triton import (
     LARGEST_GATED,
+    add_parts_norm,
     chunk_mass,
     draw_tokens,
     fits,
     gated_products,
     largest_logits,
+    place,
     product_parts,
 )
 from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_triton import add_normed, gated, gated_finely, normed
 from sensorium.kernels.matched_ops import unit_bits
 
-# They compute what ``decode_ops.TorchOps`` computes, with the same roundings; only sums are taken in another order.
+# They compute what ``TorchOps`` computes, with the same roundings; only sums are taken in another order.
 # Attention is one launch where ``row_attention`` takes it, and otherwise in three parts. Rows of a tile (members of a
 # group) read the pages they share once, with all their queries; each row reads the pages of its own; both leave partial
 # results with the logarithm of their weight, and a last kernel merges these. A row's entries are cut into a fixed number of
@@ -93,7 +94,7 @@ class TritonOps(TorchOps):
         parts_PBW = product_parts(x_BK, [layer.weight])
         parts, rows, width = parts_PBW.shape
         out_BW, summed_BW = x_BK.new_empty(rows, width, dtype=kind or norm.weight.dtype), torch.empty_like(residual_BW)
-        _add_parts_norm[(rows,)](
+        add_parts_norm[(rows,)](
             parts_PBW, layer.bias if layer.bias is not None else norm.weight, residual_BW, norm.weight, out_BW, summed_BW,
             rows, width, norm.eps, PARTS=parts, BIAS=layer.bias is not None, W=triton.next_power_of_2(width),
             SCALE=1.0 if x_BK.dtype == layer.weight.dtype else FINE_SCALE, num_warps=8, **launch_ahead(x_BK),
@@ -190,7 +191,7 @@ class TritonOps(TorchOps):
         _, _, kv_heads, page, size = layer_block.shape
         batch, heads, _ = query_BHD.shape
         first, second = norms if norms is not None else (NormWeights(query_BHD, 0.0), NormWeights(query_BHD, 0.0))
-        _place[(batch, heads + 2 * kv_heads)](
+        place[(batch, heads + 2 * kv_heads)](
             *projected, *(biases or (query_BHD,) * 3), *rotary, first.weight, second.weight, query_BHD, layer_block[0],
             layer_block[1], rows.table_BP, rows.lengths_B, rows.table_BP.shape[1], batch, first.eps,
             PARTS=parts, BIAS=bool(biases), NORM=norms is not None, HEADS=heads, KV=kv_heads, SIZE=size,
@@ -281,102 +282,3 @@ def splits(batch: int, kv_heads: int) -> tuple[int, int]:
     shared = min(8, max(1, SHARED_PROGRAMS // (tiles * kv_heads)))
     own = min(16, max(1, round(OWN_PROGRAMS / (batch * kv_heads))))
     return shared, own
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _add_parts_norm(
-    parts, bias, residual, weight, out, summed, rows, width, eps,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """``add_norm`` of a product that comes in parts."""
-    after_previous(AHEAD)
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, W)
-    inside = place < width
-    kind = out.dtype.element_ty
-    value = tl.zeros((W,), tl.float32)
-    for part in tl.static_range(PARTS):
-        value += tl.load(parts + (part * rows + row) * width + place, mask=inside, other=0.0)
-    value *= SCALE
-    if BIAS:
-        value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(residual + row * width + place, mask=inside, other=0.0)
-    total = (other.to(tl.float32) + value).to(other.dtype)
-    tl.store(summed + row * width + place, total, mask=inside)
-    wide = total.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
-    rounded = (wide * scale).to(other.dtype).to(tl.float32)
-    gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + place, (gain * rounded).to(kind), mask=inside)
-
-
-@triton.jit
-def _taken(
-    projected, bias, row, rows, begin, width, place, inside, kind: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr
-):  # fmt: skip
-    """Values at places of one head: as they are, or summed from parts and rounded."""
-    if PARTS == 0:
-        return tl.load(projected + row * width + begin + place, mask=inside, other=0.0).to(tl.float32)
-    value = tl.zeros(place.shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        value += tl.load(projected + (part * rows + row) * width + begin + place, mask=inside, other=0.0)
-    if BIAS:
-        value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
-    return value.to(kind).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _place(
-    query, key, value, query_bias, key_bias, value_bias, cos, sin, query_gain, key_gain, query_out, key_pages, value_pages,
-    table, lengths, width, rows, eps,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    after_previous(AHEAD)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    d = tl.arange(0, D)
-    inside = d < SIZE
-    other = (d + SIZE // 2) % SIZE
-    kind: tl.constexpr = query_out.dtype.element_ty
-    entry = tl.minimum(tl.load(lengths + row), width * PAGE - 1)
-    page = tl.load(table + row * width + entry // PAGE).to(tl.int64)
-    # Three tensors, or one that holds queries, keys and values side by side.
-    whole: tl.constexpr = (HEADS + 2 * KV) * SIZE
-    query_width: tl.constexpr = HEADS * SIZE if PARTS == 0 else whole
-    key_width: tl.constexpr = KV * SIZE if PARTS == 0 else whole
-    key_from: tl.constexpr = 0 if PARTS == 0 else HEADS * SIZE
-    value_from: tl.constexpr = 0 if PARTS == 0 else (HEADS + KV) * SIZE
-    if head >= HEADS + KV:
-        v = head - HEADS - KV
-        copied = _taken(
-            value, value_bias + v * SIZE, row, rows, value_from + v * SIZE, key_width, d, inside, kind, PARTS, BIAS
-        )
-        tl.store(value_pages + ((page * KV + v) * PAGE + entry % PAGE) * SIZE + d, copied.to(kind), mask=inside)
-    else:
-        is_key = head >= HEADS
-        k = head - HEADS
-        if is_key:
-            begin = key_from + k * SIZE
-            x = _taken(key, key_bias + k * SIZE, row, rows, begin, key_width, d, inside, kind, PARTS, BIAS)
-            turned = _taken(key, key_bias + k * SIZE, row, rows, begin, key_width, other, inside, kind, PARTS, BIAS)
-            gain = key_gain
-        else:
-            begin = head * SIZE
-            x = _taken(query, query_bias + begin, row, rows, begin, query_width, d, inside, kind, PARTS, BIAS)
-            turned = _taken(query, query_bias + begin, row, rows, begin, query_width, other, inside, kind, PARTS, BIAS)
-            gain = query_gain
-        if NORM:
-            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-            own_gain = tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
-            turned_gain = tl.load(gain + other, mask=inside, other=0.0).to(tl.float32)
-            x = (own_gain * (x * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-            turned = (turned_gain * (turned * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        turned = tl.where(d < SIZE // 2, -turned, turned)
-        c = tl.load(cos + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
-        rotated = ((x * c).to(kind).to(tl.float32) + (turned * s).to(kind).to(tl.float32)).to(kind)
-        if is_key:
-            tl.store(key_pages + ((page * KV + k) * PAGE + entry % PAGE) * SIZE + d, rotated, mask=inside)
-        else:
-            tl.store(query_out + (row * HEADS + head) * SIZE + d, rotated, mask=inside)

@@ -23,6 +23,7 @@ from sensorium.engines.native.sampler import SamplingRows, sample, signed64, uni
 from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_ops import wide_linear, wide_product
 from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_torch import gated_finely
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import sent_to
 
@@ -160,9 +161,6 @@ def _tiles(rows: Sequence[RowLayout]) -> list[tuple[int, int, int]]:
 # K key heads, D head size, W hidden size, F inner size, V vocabulary.
 
 
-LARGEST_HALF = 65504.0  # the largest float16 number
-
-
 @dataclass(frozen=True)
 class Unplaced:
     """Queries, keys and values of a layer side by side, in parts [P, B, N] that are to be summed, normed and rotated."""
@@ -225,7 +223,7 @@ class TorchOps:
 
     def gate_finely(self, gate_BF: Tensor, up_BF: Tensor) -> Tensor:
         """SwiGLU of float32 values in float16, divided by ``FINE_SCALE``."""
-        return (silu(gate_BF) * up_BF).div_(FINE_SCALE).clamp_(-LARGEST_HALF, LARGEST_HALF).half()
+        return gated_finely(gate_BF, up_BF)
 
     def half(self, weight: Tensor) -> Tensor:
         """A weight in float16."""

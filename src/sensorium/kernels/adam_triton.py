@@ -1,7 +1,7 @@
 """AdamW over weights in halves as one Triton kernel for all tensors: join, move, split.
 
-What ``adam`` and ``masters`` do in many passes over each tensor. A model has some 800 tensors; a launch for each would take
-the host longer than the work takes the GPU. So the kernel finds its tensors in a table:
+What ``learner/optimizer.py`` does in many passes over each tensor. A model has some 800 tensors; a launch for each would
+take the host longer than the work takes the GPU. So the kernel finds its tensors in a table:
 
     tensor                     0 (40,000 numbers)   1 (20,000)
     owners, one a chunk        0 0 0                1 1          a program takes a chunk of 16,384 numbers
@@ -11,78 +11,17 @@ the host longer than the work takes the GPU. So the kernel finds its tensors in 
 
 # mypy: disable-error-code="no-untyped-def"
 
-from collections.abc import Sequence
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sensorium.learner.optimizer import ParameterState, Rates, noise_key
-from sensorium.learner.saved_state import local_of
-from sensorium.models.segment_layout import sent_to
-
 BLOCK, BLOCKS = 2048, 8  # numbers at a time, and how often a program takes so many
+CHUNK = BLOCK * BLOCKS
 
 
-class HalvesTables:
-    """The tables of the next step of bfloat16 tensors on one device, and the step."""
-
-    def __init__(self, tensors: Sequence[ParameterState], rates: Sequence[Rates], device: torch.device) -> None:
-        counts = tuple(tensor.gradient.numel() for tensor in tensors if tensor.gradient is not None)
-        self._owners_C, firsts = _chunks(counts, device)
-        known: dict[tuple[Rates, int], list[float]] = {}
-        rows, settings = [], []
-        for tensor, rate, count, first in zip(tensors, rates, counts, firsts, strict=True):
-            steps = tensor.steps + 1
-            rows.append([*_addresses(tensor), count, first, noise_key(steps, tensor.place)])
-            key = (rate, steps)
-            settings.append(known.get(key) or known.setdefault(key, _settings(*key)))
-        self._bits = 8 * tensors[0].make_moments()[0].element_size()
-        self._table = sent_to(device, torch.tensor(rows))
-        self._numbers = sent_to(device, torch.tensor(settings, dtype=torch.float32))
-
-    def step(self, scale: Tensor) -> None:
-        """Move the weights; gradients are multiplied by ``scale`` on the way."""
-        _adam[(len(self._owners_C),)](
-            self._owners_C, self._table, self._numbers, scale.view(1),
-            BITS=self._bits, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8,
-        )  # fmt: skip
-
-
-def _settings(rate: Rates, steps: int) -> list[float]:
-    """The numbers of a step; 1 - 0.999 would be 5e-5 off in float32."""
-    corrected = rate.lr / (1 - rate.beta1**steps), (1 - rate.beta2**steps) ** -0.5
-    return [1 - rate.lr * rate.weight_decay, *corrected, 1 - rate.beta1, rate.beta2, 1 - rate.beta2, rate.eps]
-
-
-def _addresses(tensor: ParameterState) -> list[int]:
-    """Where weight, remainder, gradient, both moments and the largest values of their blocks are.
-
-    All but the gradient stay where they are, unless somebody moves the weight: those are looked at once.
-    """
-    gradient = tensor.gradient
-    assert gradient is not None
-    assert gradient.is_contiguous()
-    local = local_of(tensor.parameter)
-    if tensor.fixed[:1] != (local.data_ptr(),):
-        assert tensor.remainder is not None
-        parts = (local, tensor.remainder, *tensor.make_moments())
-        assert all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts)
-        tops = (0, 0) if tensor.tops is None else tuple(part.data_ptr() for part in tensor.tops)
-        tensor.fixed = (*(part.data_ptr() for part in parts), *tops)
-    weight, remainder, *moments = tensor.fixed
-    return [weight, remainder, gradient.data_ptr(), *moments]
-
-
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
-def _chunks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
-    """The tensor of every chunk, and every tensor's first chunk."""
-    chunks_N = -(-torch.tensor(counts) // (BLOCK * BLOCKS))
-    owners_C = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), chunks_N)
-    return owners_C.to(device), (chunks_N.cumsum(0) - chunks_N).tolist()
+def adam_step(owners_C: Tensor, table: Tensor, numbers: Tensor, scale: Tensor, bits: int) -> None:
+    """Move the weights of the table's tensors; gradients are multiplied by ``scale``, moments have so many bits."""
+    _adam[(len(owners_C),)](owners_C, table, numbers, scale.view(1), BITS=bits, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
 
 
 @triton.jit
@@ -133,13 +72,13 @@ def _write(pointer, place, value, count, WHOLE: tl.constexpr):
 
 @triton.jit
 def _size(code, LEVELS: tl.constexpr):
-    """What a code stands for, as a share of its block's largest value (``eight_bits.sizes``)."""
+    """What a code stands for, as a share of its block's largest value (``sizes``)."""
     return tl.where(code > 0, tl.exp2((code - LEVELS).to(tl.float32) * 0.125), 0.0)
 
 
 @triton.jit
 def _unpacked(codes, tops, begin, count, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """``eight_bits.unpack`` of a block."""
+    """``unpack_eight_bits`` of a block."""
     wide = codes.to(tl.int32)
     code = wide % 128 if LEVELS == 127 else wide
     place = tl.arange(0, BLOCK)
@@ -152,7 +91,7 @@ def _unpacked(codes, tops, begin, count, BLOCK: tl.constexpr, LEVELS: tl.constex
 
 @triton.jit
 def _packed(value, noise, tops, begin, count, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """``eight_bits.pack`` of a block; the largest values are written."""
+    """``pack_eight_bits`` of a block; the largest values are written."""
     size = tl.abs(value)
     top_R = tl.max(tl.reshape(size, (BLOCK // 256, 256)), 1)
     r = tl.arange(0, BLOCK // 256)
