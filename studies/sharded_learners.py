@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sensorium.assembly.rank_processes import ProcessRanks, RayRanks
+from sensorium.assembly.ranks import Ranks
 from sensorium.recipe.load import load_recipe
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import LearnerLost
@@ -38,7 +38,7 @@ from tests.trainer.small import small
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "studies" / "results" / "sharded_learners.json"
-PRELOADED = ("sensorium.assembly.ranks", "torch.distributed.checkpoint")
+PRELOADED = ("sensorium.assembly.rank_main", "torch.distributed.checkpoint")
 PICTURES = {"path": "tiny:qwen2_5_vl", "device": "cpu"}
 SHAPES = {"train": [{"source": "shapes", "options": {"size": 8, "picture_size": 56}}]}
 WARM = {"steps": 1, "prompts_per_step": 2}
@@ -183,13 +183,13 @@ def kills(folder: Path, count: int = 10) -> dict[str, Any]:
     longest = time.monotonic() - started
     told: list[str] = []
     ended_s, fell, resume, pids = [], 0, False, list[int]()
-    opened = ProcessRanks.__init__
+    opened = Ranks.__init__
 
-    def noted(self: ProcessRanks, *given: Any) -> None:
+    def noted(self: Ranks, *given: Any) -> None:
         opened(self, *given)
         pids[:] = self.pids
 
-    ProcessRanks.__init__ = noted  # type: ignore[method-assign]
+    Ranks.__init__ = noted  # type: ignore[method-assign]
     name = 0
     while fell < count:
         killed: list[float] = []
@@ -243,14 +243,14 @@ def ray(folder: Path) -> dict[str, Any]:
     processes = train(small(folder / "processes", "threads=1", "cluster.learners=2", **changes))
     placed = ["threads=1", "cluster.learners=2", "cluster.placement=ray"]
     actors = train(small(folder / "actors", *placed, "steps=2", **changes))
-    ask = RayRanks.ask
+    ask = Ranks.ask
 
-    def kill(self: RayRanks, name: str, *given: Any) -> Any:
+    def kill(self: Ranks, name: str, *given: Any) -> Any:
         if name == "step":
             os.kill(self.pids[1], signal.SIGKILL)
         return ask(self, name, *given)
 
-    with patch.object(RayRanks, "ask", kill):
+    with patch.object(Ranks, "ask", kill):
         try:
             train(small(folder / "actors", *placed, **changes), resume=True)
             raise AssertionError("a dead actor ends the run")

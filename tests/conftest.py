@@ -68,8 +68,9 @@ def _nothing_given_up() -> None:
 @pytest.fixture(scope="session")
 def fork_server(common: Path) -> Iterator[ForkServer]:
     """One for all workers, which the first test that wants it starts."""
-    modules = ("studies.resumed_runs", "sensorium.cli.main", "sensorium.engines.process.child", "sensorium.assembly.ranks")
-    with ForkServer(*modules, "torch.distributed.checkpoint", shared=common / "forks") as server:
+    modules = ("studies.resumed_runs", "torch.distributed.checkpoint")
+    ours = ("sensorium.cli.main", "sensorium.engines.process.child", "sensorium.assembly.rank_main")
+    with ForkServer(*modules, *ours, shared=common / "forks") as server:
         yield server
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sensorium.assembly.determinism import settle, surroundings, warn_if_changed
+from sensorium.assembly.determinism import make_deterministic, surroundings, warn_if_changed
 from sensorium.recipe.load import load_recipe
 
 
@@ -14,17 +14,17 @@ def product(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_a_bfloat16_product_before_a_run_does_not_change_its_numbers() -> None:
     recipe = load_recipe("shapes", ["threads=1"])
-    settle(recipe)
+    make_deterministic(recipe)
     before = product()
     product(torch.bfloat16)
     torch.backends.mkldnn.enabled = False  # as torch does there, on a CPU without bfloat16
-    settle(recipe)
+    make_deterministic(recipe)
     assert torch.backends.mkldnn.enabled
     assert torch.equal(product(), before)
 
 
 def test_a_run_in_bfloat16_computes_the_same_from_its_first_product_on() -> None:
-    settle(load_recipe("shapes", ["threads=1", "model.dtype=bfloat16"]))
+    make_deterministic(load_recipe("shapes", ["threads=1", "model.dtype=bfloat16"]))
     decided = torch.backends.mkldnn.enabled
     before = product()
     product(torch.bfloat16)

@@ -1,5 +1,7 @@
 """Engines and workers that Ray places: one that is killed is replaced, and a cluster that does not fit is told."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -7,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from sensorium.assembly.ranks import Ranks
 from sensorium.cluster.ray_host import ProcessActor, RayHost
 from sensorium.envs.remote.client import PlacedEnvironment
 from sensorium.recipe.load import load_recipe
@@ -15,7 +20,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.runs.ledger import Ledger
 from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
-from sensorium.vocabulary.errors import EngineLost, RecipeError, WorkersLost
+from sensorium.vocabulary.errors import EngineLost, LearnerLost, RecipeError, WorkersLost
 from tests.cluster.killed_engine import kill_an_engine
 from tests.cluster.test_workers import NUMBERS, answers_though_one_hangs, fates_of, killing
 from tests.engines.test_vllm import engine_core
@@ -74,6 +79,27 @@ def test_a_worker_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPat
     finally:
         host.close()
     assert any("parrot 0" in one and "gave no sign of life for 1 s" in one and "It is replaced" in one for one in said)
+
+
+def test_ranks_are_placed_and_a_killed_one_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute what processes of this machine compute, to the bit."""
+    ranks = ("threads=2", "cluster.learners=2", "checkpoint.every=1")
+    expected = train(small(tmp_path / "processes", *ranks, "steps=2"))
+    placed = small(tmp_path / "actors", *ranks, "cluster.placement=ray", "steps=2")
+    ask = Ranks.ask
+
+    def kill_at_the_second_step(self: Ranks, name: str, *given: Any) -> Any:
+        if name == "step" and self.pids and (tmp_path / "actors/checkpoints").exists():
+            os.kill(self.pids[1], signal.SIGKILL)
+        return ask(self, name, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ranks, "ask", kill_at_the_second_step)
+        with pytest.raises(LearnerLost, match=r"rank 1 .* was killed by SIGKILL.* step 1: go on from it with --resume"):
+            train(placed)
+    found = train(placed, resume=True)
+    weights, resumed = (load_file(run / "checkpoints/step_2/model.safetensors") for run in (expected, found))
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
 @NEEDS_VLLM

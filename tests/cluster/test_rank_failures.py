@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sensorium.assembly import sharded_learner
-from sensorium.assembly.ranks import Answer, SharedError, failed, judged, refuse_other_versions
+from sensorium.assembly.ranks import Answer, SharedError, failed, judged
 from sensorium.cluster.ray_host import connect, refuse_small, send_token, short
 from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
 
@@ -59,11 +59,6 @@ def test_ranks_that_cannot_write_a_checkpoint_are_named_with_their_own_error() -
 def test_silent_ranks_are_named_with_the_key_to_raise() -> None:
     with pytest.raises(LearnerLost, match=r"3 ranks, 0, 2 did not answer 'open' within 5 s.*cluster.start_s"):
         judged({1: FINE}, 3, [], "open", 5.0)
-
-
-def test_ranks_of_another_version_are_refused() -> None:
-    with pytest.raises(LearnerLost, match=r"rank 1 .* runs torch 1\.0"):
-        refuse_other_versions([Answer(), Answer(versions={"torch": "1.0"})])
 
 
 def test_a_cluster_that_is_too_small_is_refused_before_anything_waits() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sensorium.assembly.rank_processes import ProcessRanks
+from sensorium.assembly.ranks import Ranks
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.process_table import read_processes
 from sensorium.trainer.run import train
@@ -80,15 +80,15 @@ def test_a_dead_rank_ends_the_run_and_ranks_go_on_from_the_last_checkpoint(
 ) -> None:
     """The checkpoint is that of one process, so its whole state is given out to the ranks."""
     run = train(recipe(tmp_path / "ranks", "steps=1"))
-    ask, killed = ProcessRanks.ask, []
+    ask, killed = Ranks.ask, []
 
-    def kill_at_step(self: ProcessRanks, name: str, *given: Any) -> Any:
+    def kill_at_step(self: Ranks, name: str, *given: Any) -> Any:
         if name == "step" and not killed:
             killed.extend(self.pids)
             os.kill(self.pids[1], signal.SIGKILL)
         return ask(self, name, *given)
 
-    monkeypatch.setattr(ProcessRanks, "ask", kill_at_step)
+    monkeypatch.setattr(Ranks, "ask", kill_at_step)
     resumed = recipe(tmp_path / "ranks", "cluster.learners=2", "steps=2")
     with pytest.raises(LearnerLost, match=r"rank 1 .* was killed by SIGKILL.* step 2: go on from it with --resume"):
         train(resumed, resume=True)

@@ -40,7 +40,7 @@ def engine(benches: Any, fork_server: ForkServer) -> Iterator[ProcessEngine]:
     yield engine
     engine.close()
     assert child is not None
-    assert child.python.process.returncode is not None
+    assert not child.python.alive
 
 
 def talk(bench: Bench, engine: Any, turns: int = 2) -> list[Segment]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.assembly.determinism import settle
+from sensorium.assembly.determinism import make_deterministic
 from sensorium.assembly.models import load_model
 from sensorium.assembly.session import open_session, sampling_of
 from sensorium.data.media_store import MediaStore
@@ -51,7 +51,7 @@ def test_tasks_without_clips_are_played_at_once_unless_told_otherwise() -> None:
 def test_a_chunk_is_the_same_to_the_last_bit_whatever_was_played_before(temperature: float, tmp_path: Path) -> None:
     changes = {"rollout": {"max_new_tokens": 12}, "rewards": {"terms": [{"name": "choice"}]}}
     recipe = load_recipe(write_daily(tmp_path, 7, **changes))
-    settle(recipe)
+    make_deterministic(recipe)
 
     async def played(chunks: list[range]) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:
         session = open_session(recipe, load_model(recipe, recipe.model.path, MediaStore()), None)

@@ -1,4 +1,4 @@
-"""What makes a run a function of its recipe and seed, and what a checkpoint records to tell when that may not hold."""
+"""What makes a run a function of its recipe and seed, and what a checkpoint records to warn when that may not hold."""
 
 import os
 import random
@@ -12,12 +12,16 @@ import transformers
 
 from sensorium.recipe.schema import Recipe
 
-KNOWN = (".*defaults to a non-deterministic algorithm", "Attempting to run cuBLAS, but there was no current CUDA context")
-"""Warnings of torch's on a GPU that are not told: what does not repeat is in the plan, and a context is made on demand."""
+# torch's warnings on a GPU that are ignored: the plan names what does not repeat, and a context is made on demand.
+IGNORED = (".*defaults to a non-deterministic algorithm", "Attempting to run cuBLAS, but there was no current CUDA context")
 
 
-def settle(recipe: Recipe) -> None:
-    """Deterministic algorithms on CPU, the recipe's threads and seed."""
+def make_deterministic(recipe: Recipe) -> None:
+    """Set deterministic algorithms on CPU, the recipe's threads and seed, and which library multiplies matrices.
+
+    On the CPU, torch uses oneDNN until a bfloat16 product fails on a CPU without such instructions, and BLAS from then on,
+    in float32 too, which changes last bits. So a run begins with oneDNN, and one in bfloat16 provokes that at the start.
+    """
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     torch.manual_seed(recipe.seed)
@@ -26,19 +30,10 @@ def settle(recipe: Recipe) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    for known in KNOWN:
-        warnings.filterwarnings("ignore", message=known)
-    _settle_products(recipe.model.dtype)
-
-
-def _settle_products(dtype: str) -> None:
-    """Decide who computes products on the CPU, whatever this process computed before.
-
-    torch asks oneDNN until a bfloat16 product fails on a CPU without such instructions, and BLAS from then on, in float32
-    too, which moves last bits. So a run begins with oneDNN, and one in bfloat16 lets that happen before anything counts.
-    """
+    for ignored in IGNORED:
+        warnings.filterwarnings("ignore", message=ignored)
     torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
-    if dtype == "bfloat16":
+    if recipe.model.dtype == "bfloat16":
         ones = torch.ones(32, 32, dtype=torch.bfloat16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -46,7 +41,7 @@ def _settle_products(dtype: str) -> None:
 
 
 def surroundings() -> dict[str, str]:
-    """What else than recipe and seed the numbers depend on."""
+    """What the numbers depend on besides recipe and seed."""
     return {
         "python": sys.version.split()[0],
         "torch": str(torch.__version__),
@@ -80,7 +75,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put the sources of random numbers back."""
+    """Restore the sources of random numbers."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]

@@ -1,4 +1,4 @@
-"""The learner of a run, in this process: on the very policy that the engine samples from."""
+"""The learner of a run in this process, on the same policy that the engine samples from."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +25,13 @@ from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
 
-OWN = "trainer"
-"""The folder of a checkpoint that is the learner's and the trainer's."""
+OWN = "trainer"  # the folder of a checkpoint with the state of learner and trainer
 
 
 class LocalLearner:
-    """One learner after another, stage by stage, on a policy in this process. ``directory`` holds the reference.
+    """The learners of the stages, one after the other, on a policy in this process. ``directory`` holds the reference.
 
-    ``models`` says how policy, critic and reference are held; the policy is held so already.
+    ``models`` says how models are held, whole or sharded; the policy is held so already.
     """
 
     def __init__(self, recipe: Recipe, policy: Policy, directory: RunDirectory, models: WholeModels | None = None) -> None:
@@ -50,7 +49,7 @@ class LocalLearner:
         return self._policy.version
 
     def begin_rl(self) -> None:
-        """RL begins: with an optimizer and a critic of its own, and the policy as it is now for the KL's reference."""
+        """Begin RL with a new optimizer and critic, and the present policy as the KL's reference."""
         if self._policy.sharding is None:  # a rank holds no whole model to write
             write_reference(self._recipe, self._policy, self._directory)
         reference = begin_reference(self._recipe, self._policy, self._models)
@@ -60,7 +59,7 @@ class LocalLearner:
         self._stage.reference = reference
 
     def assess(self, groups: Sequence[Sequence[Episode]], costs: Sequence[float] | None = None) -> Assessment:
-        """Positions of the episodes, and what the models think of them, as far as credit needs it."""
+        """Positions of the episodes, and log-probs and values of the models, as far as credit needs them."""
         return self._stage.assess(groups, costs)
 
     def step(self, groups: Groups, loss: str, costs: Sequence[float] | None = None) -> dict[str, float]:
@@ -109,8 +108,8 @@ class LocalLearner:
         """Go on exactly where ``save`` was called."""
         if not (folder / OWN / STATE).exists():
             raise CheckpointError(
-                f"'{folder}' has no {OWN}/{STATE}: an older version wrote it. Go on with that version, or start a new run "
-                "from its weights (model.path)."
+                f"'{folder}' has no {OWN}/{STATE}: an older version wrote it. Continue with that version, or start a new "
+                "run from its weights (model.path)."
             )
         state = read_learner_state(folder / OWN, self._models.team)
         self._warming, self._policy.version = state["warming"], state["version"]
@@ -120,16 +119,16 @@ class LocalLearner:
         self._stage.load_state_dict(state["learner"])
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Nothing to release but memory."""
 
 
 def local_learner(recipe: Recipe, session: Session, directory: RunDirectory, saved: Path | None) -> RunLearner:
-    """The learner on the very policy that the session's engine samples from; it was loaded from ``saved`` already."""
+    """The learner on the policy that the session's engine samples from; it was loaded from ``saved`` already."""
     return LocalLearner(recipe, session.policy, directory)
 
 
 LearnerMaker = Callable[[Recipe, Session, RunDirectory, Path | None], RunLearner]
-"""Makes the learner of a run, given its session, its directory and the checkpoint that it goes on from, if any."""
+"""Makes the learner of a run, given its session, its directory and the checkpoint that it resumes, if any."""
 
 
 def make_learner(
@@ -175,9 +174,9 @@ def make_critic(recipe: Recipe, policy: Policy, models: WholeModels) -> Critic |
 
 
 def recomputation(recipe: Recipe, device: torch.device) -> tuple[Recomputation, TowerRoom | None]:
-    """What the learner computes again in the backward pass, and the room of its vision tower on a GPU.
+    """What the learner recomputes in the backward pass, and the room of its vision tower on a GPU.
 
-    Where that is left to the GPU, it is said what was chosen.
+    With ``auto``, the choice is printed.
     """
     how = recipe.model.gradient_checkpointing
     shape = read_shape(recipe.model.path, recipe.model.revision) if device.type == "cuda" else None

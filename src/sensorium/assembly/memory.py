@@ -1,4 +1,4 @@
-"""Whether the forecast of a run fits the memory there is, and what is said when memory runs out."""
+"""Whether the forecast of a run fits into memory, and the error when memory runs out."""
 
 import os
 from pathlib import Path
@@ -13,22 +13,25 @@ from sensorium.recipe.shape import is_ours
 from sensorium.vocabulary.errors import MemoryExhausted, ModelError
 
 GIB = 1 << 30
-NO_MEMORY = ("can't allocate memory", "not enough memory")
-"""What torch says where it gets no memory of the machine."""
+NO_MEMORY = ("can't allocate memory", "not enough memory")  # in torch's errors for the machine's memory
 
 
 def memory_note(recipe: Recipe, plan: Plan) -> str:
-    """What is said where a run in one process may take more memory than its device has; empty where it may not.
+    """A warning where a run in one process may take more memory than its device has; "" where it may not.
 
-    Nothing of our own small models: their prompts fill a hundredth of the context that the forecast takes as full.
+    None for our own small models: their prompts fill a hundredth of the context that the forecast assumes as full.
     """
     if not plan.memory or recipe.cluster.shared or is_ours(recipe.model.path):
         return ""
     try:
         device = find_device(recipe.model.device)
-    except ModelError:  # said by itself
+    except ModelError:  # reported elsewhere
         return ""
-    there = _memory_there(device)
+    if device.type == "cuda":
+        there: int | None = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    else:
+        free = free_memory()
+        there = None if free is None else free + _resident()
     if there is None or (needed := _forecast(recipe, plan, device)) <= learners_memory(recipe, there):
         return ""
     uses = sorted(plan.memory, key=lambda use: -plan.memory[use])[:2]
@@ -36,14 +39,14 @@ def memory_note(recipe: Recipe, plan: Plan) -> str:
     pictures = " that are all picture" if TOWER in plan.memory else ""
     return (
         f"ATTENTION: the run may take {needed / GIB:.1f} GiB of memory (most of it: {most}), and {there / GIB:.1f} GiB of "
-        f"{_name(device)} are there for it. It ends when memory runs out, and goes on from its last checkpoint. The "
-        f"forecast takes every budget as full, prompts of {recipe.rollout.max_context_tokens} tokens "
-        f"(rollout.max_context_tokens){pictures} among them; what stays below takes less. {ways_out(recipe)}"
+        f"{_name(device)} are available. It ends when memory runs out, and goes on from its last checkpoint. The "
+        f"forecast assumes that every budget is full, with prompts of {recipe.rollout.max_context_tokens} tokens "
+        f"(rollout.max_context_tokens){pictures}; smaller ones need less. {ways_out(recipe)}"
     )
 
 
 def ways_out(recipe: Recipe) -> str:
-    """The settings that lower what a run takes; one that it already has at its lowest is left out."""
+    """The settings that lower memory use, without those that are at their lowest already."""
     settings = {"model.dtype": () if recipe.model.dtype == "bfloat16" else ("bfloat16",)}
     settings |= lowering_settings(recipe, 1, samples=True)
     if find_device(recipe.model.device).type == "cpu" and recipe.model.gradient_checkpointing is not True:
@@ -56,7 +59,7 @@ def ways_out(recipe: Recipe) -> str:
 
 
 def memory_exhausted(error: BaseException, recipe: Recipe | None = None) -> MemoryExhausted | None:
-    """What to say where an error is, or comes of, memory that ran out; None where it does not."""
+    """The error to report where memory ran out, directly or as a cause; None where it did not."""
     cause: BaseException | None = error
     while cause is not None and not _is_out_of_memory(cause):
         cause = cause.__cause__
@@ -64,13 +67,14 @@ def memory_exhausted(error: BaseException, recipe: Recipe | None = None) -> Memo
         return None
     advice = "" if recipe is None else f" {ways_out(recipe)}"
     if not isinstance(cause, torch.OutOfMemoryError):
-        return MemoryExhausted(f"this machine has no memory left ({_first_line(cause)}).{advice}")
+        reason = str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__
+        return MemoryExhausted(f"this machine has no memory left ({reason}).{advice}")
     device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     others = max(0, total - free - own)
     elsewhere = (
-        f" Other processes, and what this one's libraries hold, have {others / GIB:.1f} GiB: nvidia-smi names who."
+        f" Other processes and the libraries of this one have {others / GIB:.1f} GiB; see nvidia-smi."
         if others > 0.05 * total
         else ""
     )
@@ -81,21 +85,13 @@ def memory_exhausted(error: BaseException, recipe: Recipe | None = None) -> Memo
 
 
 def _forecast(recipe: Recipe, plan: Plan, device: torch.device) -> int:
-    """Bytes of the run on this device, recomputing what it leaves to a GPU."""
+    """Bytes of the run on this device, with the recomputation that is chosen there."""
     if device.type != "cuda":
         return sum(plan.memory.values())
     memory = torch.cuda.get_device_properties(device).total_memory
     if recipe.model.gradient_checkpointing == "auto" and plan.model is not None:
         return least_recomputation(recipe, plan.model, memory).forecast
     return sum(plan.memory.values())
-
-
-def _memory_there(device: torch.device) -> int | None:
-    """Bytes that this process may hold in all, what it holds already included; None if nobody says."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    free = free_memory()
-    return None if free is None else free + _resident()
 
 
 def _resident() -> int:
@@ -113,7 +109,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""The models of a run: loaded as the recipe holds them, from the recipe's own path or from what a run has written."""
+"""The models of a run: loaded as the recipe says, from the recipe's own path or from what a run has written."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +17,7 @@ from sensorium.runs.durable import drafted, write_whole
 from sensorium.runs.run_directory import RunDirectory
 
 GIB = 1 << 30
-DECODED_SHARE = 0.25
-"""What decoded media have of the memory for media: most is for what is used again and again, preprocessed ones."""
+DECODED_SHARE = 0.25  # of the memory for media; the rest is for preprocessed media, which are used again and again
 
 
 def load_model(
@@ -31,10 +30,10 @@ def load_model(
     verified: bool = False,
     commit: str = "",
 ) -> Policy:
-    """The model at ``path``, in the recipe's family, precision and place; without adapters unless some are asked for.
+    """The model at ``path``, in the recipe's family, precision and place; without adapters unless ``lora`` is given.
 
-    ``commit`` of a hub id is taken instead of the recipe's revision. Its media are decoded by ``decoder``, or by one of its
-    own as the recipe's media section says. A run's checkpoint is compared with its digests unless it is ``verified``.
+    ``commit`` of a hub id replaces the recipe's revision. ``decoder`` is made as the recipe's media section says unless
+    given. A run's checkpoint is compared with its digests unless it is ``verified``.
     """
     model, media = recipe.model, recipe.media
     if not verified:
@@ -57,7 +56,7 @@ def load_model(
 
 
 def load_beside(recipe: Recipe, path: str, policy: Policy) -> Policy:
-    """Another model of a run: what the policy has decoded, or prepared alike, is not done again."""
+    """Another model of a run, which shares the policy's decoded and preprocessed media."""
     other = load_model(recipe, path, policy.chat.store, decoder=policy.chat.decoder)
     other.chat.share_media(policy.chat)
     return other
@@ -79,8 +78,8 @@ def load_trained(
 ) -> Policy:
     """The policy to be trained: as the recipe starts it, or exactly as it was when ``checkpoint`` was saved.
 
-    Under LoRA that is the base of model.path with the checkpoint's adapters, not the rounded sum of both; of a hub id the
-    commit that the run began with, wherever its branch is today.
+    Under LoRA that is the base of model.path with the checkpoint's adapters, not the rounded sum of both. A hub id is
+    loaded at the commit that the run began with, wherever its branch is today.
     """
     lora = recipe.model.lora
     if lora.rank == 0:
@@ -88,7 +87,7 @@ def load_trained(
         policy = load_model(recipe, path, store, decoder=decoder, verified=checkpoint is not None)
         groups = policy.groups()
         for parameter in (p for name in recipe.model.freeze for p in groups.get(name, {}).values()):
-            parameter.requires_grad_(False)  # what frozen towers compute is cached, wherever the learner is
+            parameter.requires_grad_(False)  # features of frozen towers are cached, wherever the learner is
         return policy
     policy = load_model(recipe, recipe.model.path, store, lora, decoder, commit=_commit_of_run(recipe, checkpoint))
     if checkpoint is not None:
@@ -98,18 +97,18 @@ def load_trained(
 
 
 def write_source(recipe: Recipe, directory: RunDirectory, sampling: str) -> None:
-    """Write down in a run which checkpoint it starts from, where that lies, and by which rule its family takes frames."""
+    """Record in a run which checkpoint it starts from, where that is, and by which rule its family samples frames."""
     source = describe_source(recipe.model.path, recipe.model.revision)
     write_whole(directory.source, replace(source, sampling=sampling).to_json())
 
 
 def recorded_sampling(directory: RunDirectory) -> str:
-    """The rule by which a run took the frames of videos that say none; empty if it is not on record."""
+    """The rule by which a run sampled the frames of videos without their own rule; empty if it is not recorded."""
     return CheckpointSource.read(directory.source).sampling if directory.source.is_file() else ""
 
 
 def _commit_of_run(recipe: Recipe, checkpoint: Path | None) -> str:
-    """The hub's commit of model.path that the run of a checkpoint began with; empty if it is not on record."""
+    """The hub's commit of model.path that the run of a checkpoint began with; empty if it is not recorded."""
     for folder in checkpoint.resolve().parents[:3] if checkpoint is not None else ():
         directory = RunDirectory(folder)
         if directory.source.is_file():
@@ -124,16 +123,16 @@ class WholeModels:
     team: Team = ALONE
 
     def hold(self, policy: Policy, freeze: Sequence[str]) -> Policy:
-        """A model that was just loaded, as it is held from now on; groups of ``freeze`` will not learn."""
+        """Take over a model that was just loaded; parameter groups of ``freeze`` will not learn."""
         return policy
 
     def copy(self, policy: Policy, freeze: Sequence[str]) -> Policy:
-        """A copy of a model that is held."""
+        """A copy of a model that was taken over."""
         return policy.copy()
 
 
 def write_reference(recipe: Recipe, policy: Policy, directory: RunDirectory) -> None:
-    """Write the policy to disk as RL begins, where a reference is asked for and no other file holds it."""
+    """Write the policy to disk as RL begins, where a reference is needed and no other file has it."""
     if recipe.algorithm.kl.coef and recipe.warm_start.steps:
         with drafted(directory.reference) as draft:
             (policy if policy.adapters is None else policy.adapters).save(draft)

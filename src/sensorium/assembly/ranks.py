@@ -1,38 +1,36 @@
-"""A rank of a sharded learner: joins the others, holds its part of the models, and does what the driver asks."""
+"""The ranks of a sharded learner as the driver sees them: started by a host, asked together, and ended.
 
+Invariant: after an error that not all ranks share, no rank is left. They wait for each other, so losing one ends all. Every
+wait is bounded. ``rank_main`` is the other side.
+"""
+
+import os
 import re
-import warnings
+import shutil
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
-
-from sensorium.assembly.determinism import settle
-from sensorium.assembly.local_learner import LocalLearner
-from sensorium.assembly.models import WholeModels, load_trained
-from sensorium.assembly.session import open_store
-from sensorium.cluster import channel
-from sensorium.cluster.channel import plain_error
-from sensorium.cluster.ray_host import refuse_other_versions as refuse_other
-from sensorium.cluster.ray_host import versions
-from sensorium.learner.rank_team import RankTeam
-from sensorium.learner.saved_state import whole_of
-from sensorium.learner.sharding import copy_weights, shard_policy
-from sensorium.models.checkpoint_path import find_checkpoint
-from sensorium.models.policy import Policy
+from sensorium.cluster.channel import PickledChannel, error_of, plain_error
+from sensorium.cluster.python_process import CLOSE_S, ProcessHost, last_words
 from sensorium.recipe.schema import Recipe
-from sensorium.runs.run_directory import RunDirectory
+from sensorium.runs.process_table import process_state
 from sensorium.vocabulary.errors import LearnerLost, SensoriumError
+
+GRACE_S = 10.0  # how long the others may take to notice that a rank is lost, before they are ended
+IN_USE = re.compile(r"in use|EADDRINUSE", re.IGNORECASE)
+WAITED = re.compile(r"Timed out waiting|Connection closed by peer|Watchdog caught collective", re.IGNORECASE)
+"""Errors of a rank that waited for another one: not the cause, if that one is silent."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """All that a rank must know to open: which it is, where the ranks meet, and what they train."""
+    """All that a rank must know to open: its number, where the ranks meet ("": where rank 0 is), and what they train."""
 
     rank: int
     size: int
@@ -47,7 +45,7 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class Call:
-    """A method of the rank's learner, or ``open`` and ``close``."""
+    """A method of the rank's learner; or ``meeting``, ``open`` and ``close``."""
 
     name: str
     given: tuple[Any, ...] = ()
@@ -61,26 +59,15 @@ class Answer:
     version: int = 0
     error: str = ""
     kind: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 def failed(error: BaseException) -> Answer:
-    """The answer of a call that raised. torch's error about a checkpoint holds those of the ranks that failed."""
+    """The answer of a call that raised. torch's error about a checkpoint contains those of the ranks that failed."""
     failures: Mapping[int, Any] = getattr(error, "failures", None) or {}
     if failures:
         rank, (cause, *_) = min(failures.items())
         return Answer(error=f"{cause!r} on rank {rank}", kind=type(error).__name__)
-    plain = plain_error(error)
-    return Answer(error=plain["error"], kind=plain["kind"])
-
-
-def error_of(answer: Answer, rank: int) -> SensoriumError:
-    """The error behind an answer; one that is not of ours is the rank's own."""
-    return channel.error_of({"kind": answer.kind, "error": answer.error}, LearnerLost, f"rank {rank} of the learner")
-
-
-WAITED = re.compile(r"Timed out waiting|Connection closed by peer|Watchdog caught collective", re.IGNORECASE)
-"""What a rank says that waited for another one: no cause, if that one is silent."""
+    return Answer(**plain_error(error))
 
 
 class SharedError(Exception):
@@ -94,18 +81,21 @@ class SharedError(Exception):
 def judged(answers: Mapping[int, Answer], size: int, lost: Sequence[str], asked: str, limit_s: float) -> list[Answer]:
     """The answers of all ranks in order; or the error they add up to. ``lost``: how ranks ended, in words.
 
-    Raises SharedError where all ranks can go on, and an error of ours where none can.
+    Raises SharedError where all ranks can go on, and another SensoriumError where none can.
     """
+
+    def error(rank: int) -> SensoriumError:
+        return error_of(vars(answers[rank]), LearnerLost, f"rank {rank} of the learner")
+
     errors = {rank: answer for rank, answer in answers.items() if answer.error}
     if lost:
         raise LearnerLost(lost[0])
     if len(errors) == size and len({answer.kind for answer in errors.values()}) == 1:
-        raise SharedError(error_of(errors[0], 0))
+        raise SharedError(error(0))
     silent = [rank for rank in range(size) if rank not in answers]
-    causes = {rank: answer for rank, answer in errors.items() if not (silent and WAITED.search(answer.error))}
+    causes = [rank for rank, answer in errors.items() if not (silent and WAITED.search(answer.error))]
     if causes:
-        rank, answer = min(causes.items())
-        raise error_of(answer, rank)
+        raise error(min(causes))
     if silent:
         key = "start_s" if asked == "open" else "reply_s"
         raise LearnerLost(
@@ -115,116 +105,132 @@ def judged(answers: Mapping[int, Answer], size: int, lost: Sequence[str], asked:
     return [answers[rank] for rank in range(size)]
 
 
-def refuse_other_versions(answers: Sequence[Answer]) -> None:
-    """Refuse ranks that run another version of Python, torch or of this package than the driver."""
-    for rank, answer in enumerate(answers):
-        refuse_other(answer.versions, f"rank {rank} of the learner", LearnerLost)
+class RankProcess:
+    """One rank: its process and the connection to it."""
 
+    def __init__(self, host: ProcessHost, rank: int, log: Path) -> None:
+        variables = {}
+        if host.folder is None and sys.platform == "linux":  # on one machine: other interfaces may be down, or firewalled
+            variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        self.process, (frames,) = host.start("sensorium.assembly.rank_main", 1, log, variables)
+        self._channel = PickledChannel(frames)
+        self.name = f"rank {rank} of the learner (pid {self.process.pid})"
 
-class ShardedModels(WholeModels):
-    """Every model is spread over the ranks of a team, by the recipe's cluster section."""
-
-    team: RankTeam
-
-    def __init__(self, recipe: Recipe, team: RankTeam, saved: Path | None) -> None:
-        self._recipe, self.team, self._saved = recipe, team, saved
-
-    def hold(self, policy: Policy, freeze: Sequence[str]) -> Policy:
-        """Spread a model in place."""
-        shard_policy(policy, self.team, freeze, offload=self._recipe.cluster.offload)
-        return policy
-
-    def copy(self, policy: Policy, freeze: Sequence[str]) -> Policy:
-        """A model with the weights of one that is spread: loaded again, since a spread one cannot be copied."""
-        chat = policy.chat
-        copy = load_trained(self._recipe, chat.store, self._saved, chat.decoder)
-        copy.chat.share_media(chat)
-        copy.version = policy.version
-        self.hold(copy, freeze)
-        copy_weights(policy.model, copy.model)
-        return copy
-
-
-# All ranks are asked the same at the same time. What only one of them must give, rank 0 gives.
-
-
-class Rank:
-    """The state of a rank's process: nothing before ``open``."""
-
-    def __init__(self) -> None:
-        self._learner: LocalLearner | None = None
-        self._rank = 0
-
-    def answer(self, call: Call) -> Answer:
-        """Do what is asked. An error is an answer too: the driver decides what it means."""
-        try:
-            if call.name == "open":
-                self._open(*call.given)
-                return Answer(versions=versions())
-            assert self._learner is not None, "a rank is opened first"
-            own = getattr(self, f"_{call.name}", None)
-            value = own(*call.given) if own is not None else getattr(self._learner, call.name)(*call.given)
-            return Answer(value if self._rank == 0 else None, self._learner.version)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # torch.distributed.checkpoint's errors are no Exception
-            return failed(error)
+    def ask(self, call: Call, limit_s: float) -> Answer:
+        """Its answer; TimeoutError if none comes in time, another OSError or EOFError if it is gone."""
+        self._channel.send(call, limit_s)
+        answer: Answer = self._channel.receive(limit_s)
+        return answer
 
     def close(self) -> None:
-        """Leave the others."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Ask it to end."""
+        with suppress(EOFError, OSError):
+            self._channel.send(Call("close"), CLOSE_S)
 
-    def _open(self, settings: RankSettings) -> None:
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nobody writes to it
-        recipe, self._rank = settings.recipe, settings.rank
-        settle(recipe)
-        torch.set_num_threads(settings.threads)
-        device = torch.device(settings.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        recipe = _loaded_here(recipe)
-        dist.init_process_group(
-            settings.backend,
-            init_method=settings.meeting,
-            rank=settings.rank,
-            world_size=settings.size,
-            timeout=timedelta(seconds=recipe.cluster.reply_s),
-        )
-        team = RankTeam(device, recipe.cluster.sequence_parallel)
-        directory = RunDirectory(settings.run)
-        models = ShardedModels(recipe, team, settings.saved)
-        policy = load_trained(recipe, open_store(recipe, directory.media), settings.saved)
-        models.hold(policy, recipe.model.freeze)
-        self._learner = LocalLearner(recipe, policy, directory, models)
+    def end(self, after_s: float = 0.0) -> None:
+        """Wait so long for it to end, then kill it."""
+        self.process.end(after_s)
+        with suppress(OSError):
+            self._channel.close()
 
-    def _weights(self, file: str) -> None:
-        """Write the whole weights that learn, gathered one by one, from rank 0."""
-        assert self._learner is not None
-        found: dict[str, Any] = {}
-        for name, weight in self._learner.weights().items():
-            whole = whole_of(weight)
-            if self._rank == 0:
-                found[name] = whole.cpu().contiguous()
-        if self._rank == 0:
-            try:
-                save_file(found, file)
-            except Exception as error:
+
+class Ranks:
+    """All ranks of a learner, which a host starts. ``exchange`` is a folder for what is too large for a message."""
+
+    def __init__(
+        self, host: ProcessHost, settings: Sequence[RankSettings], exchange: Path, start_s: float, reply_s: float
+    ) -> None:
+        self._host, self._exchange, self._reply_s = host, exchange, reply_s
+        self._threads = ThreadPoolExecutor(len(settings), "ranks")
+        self._left = False
+        starting = [
+            self._threads.submit(RankProcess, host, one.rank, exchange / f"rank_{one.rank}.log") for one in settings
+        ]
+        wait(starting)
+        self._ranks = [future.result() for future in starting if future.exception() is None]
+        try:
+            for future in starting:
+                future.result()
+            self._open(settings, start_s)
+        except BaseException:
+            self._end()
+            raise
+
+    def _open(self, settings: Sequence[RankSettings], start_s: float) -> None:
+        meeting = settings[0].meeting
+        if not meeting:
+            first = self._ranks[0]
+            meeting = first.ask(Call("meeting", (first.process.address,)), start_s).value
+        try:
+            self._ask_each([Call("open", (replace(one, meeting=meeting),)) for one in settings], start_s)
+        except LearnerLost as error:
+            if IN_USE.search(str(error)):
                 raise LearnerLost(
-                    f"the weights cannot be handed to the driver by '{file}': {error}. Make room there, or set TMPDIR to a "
-                    "disk that has some."
+                    f"the port at which the learner's ranks were to meet, {meeting}, was taken by another process. "
+                    "Start the run again: it chooses another one."
                 ) from error
+            raise
 
-    def _save_state(self, folder: Path) -> None:
-        assert self._learner is not None
-        self._learner.save_state(folder)
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks, in order."""
+        return [rank.process.pid for rank in self._ranks]
 
+    def ask(self, name: str, *given: Any) -> Answer:
+        """Ask all ranks the same; the answer is that of rank 0. After a LearnerLost no rank is left."""
+        return self._ask_each([Call(name, given)] * len(self._ranks), self._reply_s)[0]
 
-def _loaded_here(recipe: Recipe) -> Recipe:
-    """The recipe with models loaded into this machine's memory: a GPU holds only its part.
+    def close(self) -> None:
+        """Ask all to end, and end those that do not."""
+        for rank in self._ranks:
+            rank.close()
+        self._end(CLOSE_S)
+        shutil.rmtree(self._exchange, ignore_errors=True)
 
-    A model that is made on the spot is made now: among ranks, transformers lets only the first one write files.
-    """
-    path = recipe.model.path
-    place = find_checkpoint(path) if path.startswith("tiny:") else path
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cpu", "path": place})})
+    def _ask_each(self, calls: Sequence[Call], limit_s: float) -> list[Answer]:
+        if not self._ranks:
+            raise LearnerLost("the ranks of the learner were ended; start the run again with --resume.")
+        waiting = {
+            self._threads.submit(rank.ask, call, limit_s): number
+            for number, (rank, call) in enumerate(zip(self._ranks, calls, strict=True))
+        }
+        until = time.monotonic() + limit_s
+        answers: dict[int, Answer] = {}
+        lost: list[str] = []
+        late: list[int] = []
+        while waiting:
+            if lost or any(answer.error for answer in answers.values()):
+                until = min(until, time.monotonic() + GRACE_S)
+            done, _ = wait(waiting, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
+            if not done:
+                break
+            for future in done:
+                number = waiting.pop(future)
+                process = self._ranks[number].process
+                try:
+                    answers[number] = future.result()
+                except TimeoutError:
+                    late.append(number)
+                except (EOFError, OSError):
+                    how = f"{self._ranks[number].name} {process.ending()}"
+                    lost.append(f"{how}.{last_words(process.log_text())}")
+        if self._host.folder is None:  # on this machine
+            silent = [self._ranks[number] for number in (*late, *waiting.values())]
+            stopped = [rank.name for rank in silent if process_state(rank.process.pid) == "T"]
+            lost += [f"{name} is stopped (SIGSTOP): it did not answer in {limit_s:g} s." for name in stopped]
+        try:
+            return judged(answers, len(self._ranks), lost, calls[0].name, limit_s)
+        except SharedError as shared:
+            raise shared.error from None
+        except SensoriumError:
+            self._end()
+            raise
+
+    def _end(self, after_s: float = 0.0) -> None:
+        for rank in self._ranks:
+            rank.end(after_s)
+        self._ranks = []
+        self._threads.shutdown(wait=False)
+        if not self._left:
+            self._left = True
+            self._host.close()

@@ -9,19 +9,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from sensorium.assembly.determinism import settle
+from sensorium.assembly.determinism import make_deterministic
 from sensorium.assembly.models import load_model
 from sensorium.assembly.workers import EnvironmentWorkers, RunWorkers, open_engine, open_workers, process_work
-from sensorium.data.decoder import Decoder
 from sensorium.data.media_files import MediaLimits
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream, make_sources
-from sensorium.engines.pool import EnginePool, PooledEngine
+from sensorium.engines.pool import EnginePool
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.envs.protocol import Environment
 from sensorium.kernels.compile_time import count_triton
-from sensorium.kernels.fallbacks import fallbacks, given_up
-from sensorium.models.encoding import MediaCounts
 from sensorium.models.policy import Policy
 from sensorium.recipe.names import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
@@ -49,68 +46,42 @@ class Session:
     workers: RunWorkers = field(default_factory=RunWorkers)
     opened: ExitStack = field(default_factory=ExitStack)
 
-    @property
-    def decoder(self) -> Decoder:
-        """What decodes the run's media."""
-        return self.policy.chat.decoder
-
-    @property
-    def modalities(self) -> frozenset[str]:
-        """What the model takes."""
-        return self.policy.chat.modalities
-
-    @property
-    def media_counts(self) -> MediaCounts:
-        """What media have cost in this process so far."""
-        return self.policy.media_counts
-
     def tell_by(self, noted: Callable[[str], None]) -> None:
-        """Say by this what is slow or does not work as it should: terms, decoded clips, the engine's decode step."""
+        """Report by this what is slow or does not work as it should: terms, decoded clips, the engine's decode step."""
         self.scorer.noted = self.rollout.noted = noted
         self.workers.tell_by(noted)
-        if self.decoder.cache is not None:
-            self.decoder.cache.noted = noted
-        tell_by = getattr(self.engine, "tell_by", None)  # an engine may have nothing to say
+        cache = self.policy.chat.decoder.cache
+        if cache is not None:
+            cache.noted = noted
+        tell_by = getattr(self.engine, "tell_by", None)  # some engines have nothing to report
         if tell_by is not None:
             tell_by(noted)
 
     @property
     def engine_metrics(self) -> dict[str, float]:
-        """What the engine measures of itself, nothing for most; and how often workers died."""
+        """What the engine measures about itself, nothing for most; and how often workers died."""
         metrics = getattr(self.engine, "metrics", None)
         return ({} if metrics is None else metrics()) | self.workers.metrics(self.rollout.rolled_again)
 
     @property
     def processes(self) -> tuple[ProcessRow, ...]:
         """The processes of engine and workers; none where all is in this one."""
-        if isinstance(self.engine, EnginePool):
-            return (*(_process_row(place) for place in self.engine.places), *self.workers.processes)
-        if not hasattr(self.engine, "pid"):
-            return self.workers.processes
-        pid, restarts = self.engine.pid, getattr(self.engine, "restarts", 0)
-        does = "ready" if getattr(self.engine, "ready", True) else "is being replaced"
-        return (ProcessRow("engine", pid, does, restarts, self.engine.version), *self.workers.processes)
-
-    @property
-    def fallbacks(self) -> int:
-        """How many fast ways to compute were given up in this process, because they disagree with the reference."""
-        return fallbacks()
-
-    @property
-    def given_up(self) -> tuple[str, ...]:
-        """Why, for each of them."""
-        return given_up()
-
-    @property
-    def patches(self) -> int:
-        """How many patches the towers in this process have taken so far."""
-        return self.policy.counters.patches
+        engine, rows = self.engine, list[ProcessRow]()
+        if isinstance(engine, EnginePool):
+            for place in engine.places:
+                does = process_work(place, f"{len(place.threads)} threads open")
+                name, pid, version = f"engine {place.number}", getattr(place.engine, "pid", None), place.engine.version
+                rows.append(ProcessRow(name, pid, does, place.replaced, version, lost=bool(place.lost)))
+        elif hasattr(engine, "pid"):
+            does = "ready" if getattr(engine, "ready", True) else "is being replaced"
+            rows.append(ProcessRow("engine", engine.pid, does, getattr(engine, "restarts", 0), engine.version))
+        return (*rows, *self.workers.processes)
 
     def sample_with(self, weights: Mapping[str, Tensor], version: int, *, in_flight: bool = False) -> None:
-        """Sample with a learner's weights from now on, with nothing cached of any others.
+        """Sample with a learner's weights from now on, with nothing cached from other weights.
 
         Where the learner trains the engine's own policy, they are in place already. ``in_flight``: responses may be open,
-        and go on with them (``Capabilities.in_flight``).
+        and continue with them (``Capabilities.in_flight``).
         """
         own = dict(self.policy.model.named_parameters())
         with torch.no_grad():
@@ -124,23 +95,17 @@ class Session:
             self.engine.update_weights(self.policy, version)
 
     def forget_played(self) -> None:
-        """Let the engine drop what it has cached of everything that was played."""
+        """Let the engine drop all that it has cached."""
         self.engine.reset_cache()
 
     def close(self) -> None:
-        """Give back what terms, environments and the media decoder hold."""
+        """Release what terms, environments, engine and the media decoder hold."""
         self.scorer.close()
         self.judges.close()
         self.rollout.close()
         self.engine.close()
         self.policy.chat.decoder.close()
         self.opened.close()
-
-
-def _process_row(place: PooledEngine) -> ProcessRow:
-    does = process_work(place, f"{len(place.threads)} threads open")
-    pid, version = getattr(place.engine, "pid", None), place.engine.version
-    return ProcessRow(f"engine {place.number}", pid, does, place.replaced, version, lost=bool(place.lost))
 
 
 def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
@@ -151,7 +116,7 @@ def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
 
 
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None, folder: Path | None = None) -> Session:
-    """Everything around a loaded policy; judges keep their files in ``folder``, the run directory."""
+    """Everything around a loaded policy; judges store their files in ``folder``, the run directory."""
     store = policy.chat.store
     if policy.device.type == "cuda":
         count_triton()
@@ -167,11 +132,11 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
 
 @contextmanager
 def model_session(recipe: Recipe, model: str, folder: Path | None = None) -> Iterator[Session]:
-    """A session with any model instead of the recipe's, to be measured: its random numbers are the recipe's seed's.
+    """A session with any model instead of the recipe's, to be measured with the recipe's seed.
 
-    Judges keep their files in ``folder``.
+    Judges store their files in ``folder``.
     """
-    settle(recipe)
+    make_deterministic(recipe)
     session = open_session(recipe, load_model(recipe, model, open_store(recipe)), None, folder)
     try:
         yield session
@@ -180,14 +145,16 @@ def model_session(recipe: Recipe, model: str, folder: Path | None = None) -> Ite
 
 
 def refuse_strange_tasks(session: Session, tasks: Sequence[Task]) -> None:
-    """Before anything is played, refuse tasks and environments that show what model or engine cannot take."""
-    rollout, deadline_s = session.rollout, session.rollout.section.environment_deadline_s
+    """Before anything is played, refuse tasks and environments with media that model or engine cannot take."""
+    rollout = session.rollout
     rollout.refuse_strange(tasks)
-    refuse_strange_environments(tasks, rollout.make_environment, session.policy.chat, session.engine, deadline_s)
+    refuse_strange_environments(
+        tasks, rollout.make_environment, session.policy.chat, session.engine, rollout.section.environment_deadline_s
+    )
 
 
 def refuse_unanswered(session: Session, training: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
-    """What to say of tasks without the answer that a term compares with; refused where no training task has one."""
+    """Notes on tasks without the answer that a term compares with; refused where no training task has one."""
     found = []
     for where, tasks in (("tasks.train", training), ("tasks.evaluate", held_out)):
         if problem := without_answer(session.scorer.terms, tasks):
@@ -228,10 +195,9 @@ def make_scorer(
 def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
     """The training tasks, as an endless stream addressed by position."""
     sections = recipe.tasks.train
-    sources = make_sources(sections, store, "tasks.train")
     return TaskStream(
-        sources,
-        [s.weight for s in sections],
+        make_sources(sections, store, "tasks.train"),
+        [section.weight for section in sections],
         seed=recipe.seed,
         shuffle=recipe.tasks.shuffle,
         on_bad_row=recipe.tasks.on_bad_row,
@@ -248,11 +214,12 @@ class EnvironmentMaker:
     def instant(self, task: Task) -> bool:
         """True where a task's environment is plain computation, which needs no thread."""
         spec = task.environment
-        here = self.workers is None
-        return spec is None or (here and getattr(resolve("environment", spec.name), "instant", False) is True)
+        return spec is None or (
+            self.workers is None and getattr(resolve("environment", spec.name), "instant", False) is True
+        )
 
     async def available(self) -> None:
-        """Wait until there is somebody who plays them."""
+        """Wait until environments can be played."""
         if self.workers is not None:
             await self.workers.available()
 
@@ -266,19 +233,12 @@ class EnvironmentMaker:
 
 
 def sampling_of(section: RolloutSection, temperature: float | None = None) -> Sampling:
-    """The recipe's sampling; evaluation may set its own temperature (0: greedy), and then draws from the whole policy."""
-    if temperature is None:
-        return Sampling(
-            temperature=section.temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            max_new_tokens=section.max_new_tokens,
-            stop=section.stop,
-            stop_tokens=not section.ignore_stop_tokens,
-        )
+    """The recipe's sampling; evaluation may set its own temperature (0: greedy), and then samples from the whole policy."""
+    truncated = {"top_p": section.top_p, "top_k": section.top_k} if temperature is None else {}
     return Sampling(
-        temperature=temperature,
+        temperature=section.temperature if temperature is None else temperature,
         max_new_tokens=section.max_new_tokens,
         stop=section.stop,
         stop_tokens=not section.ignore_stop_tokens,
+        **truncated,
     )

@@ -5,16 +5,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from sensorium.assembly.models import write_reference
-from sensorium.assembly.rank_processes import ProcessRanks
-from sensorium.assembly.ranks import Answer, RankSettings
+from sensorium.assembly.ranks import Ranks, RankSettings
 from sensorium.assembly.session import Session
+from sensorium.assembly.workers import open_host
 from sensorium.cluster.temporary_folder import memory_folder
 from sensorium.learner.credited_episode import Assessment, Groups
 from sensorium.models.policy import Policy
@@ -25,12 +25,12 @@ from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import LearnerLost, RecipeError
 
-# The driver knows both without work, since it has just played the groups. A rank would have to decode media that others
-# compute with.
-
 
 class GroupCosts:
-    """Costs in tokens of the language model. A patch costs as much of one as its tower is large beside the model."""
+    """Costs in tokens of the language model; a patch costs its tower's size relative to the model.
+
+    The driver knows layouts and extents already, since it has just played the groups. A rank would have to decode media.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._chat = policy.chat
@@ -56,24 +56,12 @@ class GroupCosts:
         return tokens + self._patch * patches
 
 
-# The driver holds a whole policy: the one that the engine samples from. After each step it takes the new weights, so a
-# checkpoint is written from it too. Optimizer, critic and reference are the ranks' alone.
-
-
-class Ranks(Protocol):
-    """The ranks of a learner, wherever they are."""
-
-    def ask(self, name: str, *given: Any) -> Answer:
-        """Ask all ranks the same; the answer is that of rank 0. Raises LearnerLost, with no rank left."""
-        ...
-
-    def close(self) -> None:
-        """End them."""
-        ...
-
-
 class ShardedLearner:
-    """Asks the ranks, and keeps the driver's policy up to date. ``exchange`` is a folder that driver and ranks both see."""
+    """Asks the ranks, and keeps the driver's policy up to date. ``exchange`` is a folder that driver and ranks both see.
+
+    The driver holds a whole policy: the one that the engine samples from. After each step it takes the new weights, so it
+    writes the checkpoints too. Only the ranks hold optimizer, critic and reference.
+    """
 
     def __init__(self, recipe: Recipe, session: Session, directory: RunDirectory, ranks: Ranks, exchange: Path) -> None:
         self._recipe, self._session, self._directory = recipe, session, directory
@@ -88,10 +76,10 @@ class ShardedLearner:
 
     @property
     def processes(self) -> tuple[ProcessRow, ...]:
-        """The ranks; an actor of Ray may be on another machine."""
-        pids = getattr(self._ranks, "pids", [])
+        """The ranks; those that Ray placed may be on another machine."""
         does = "ready, an actor of Ray" if self._recipe.cluster.placement == "ray" else "ready"
-        return tuple(ProcessRow(f"learner rank {i}", pid, does, 0, self._version) for i, pid in enumerate(pids))
+        pids = enumerate(self._ranks.pids)
+        return tuple(ProcessRow(f"learner rank {i}", pid, does, 0, self._version) for i, pid in pids)
 
     def begin_rl(self) -> None:
         """Begin RL; the reference of a resumed run is written from the driver's policy."""
@@ -100,7 +88,7 @@ class ShardedLearner:
         self._ask("begin_rl")
 
     def assess(self, groups: Sequence[Sequence[Episode]]) -> Assessment:
-        """Positions of the episodes, and what the models think of them, as far as credit needs it."""
+        """Positions of the episodes, and log-probs and values of the models, as far as credit needs them."""
         plain = [list(group) for group in groups]
         assessment: Assessment = self._ask("assess", plain, [self._costs.of(group) for group in plain])
         return assessment
@@ -170,21 +158,14 @@ class ShardedLearner:
 def sharded_learner(recipe: Recipe, session: Session, directory: RunDirectory, saved: Path | None) -> ShardedLearner:
     """Start the ranks that the recipe's cluster section asks for, and the learner in front of them.
 
-    On other machines only the run directory is sure to be seen.
+    Other machines are only sure to see the run directory.
     """
     section = recipe.cluster
-    place = directory.path.absolute() if section.address else None
-    exchange = Path(tempfile.mkdtemp(prefix="sensorium-ranks-", dir=place))
-    limits = section.start_s, section.reply_s
+    exchange = Path(tempfile.mkdtemp(prefix="sensorium-ranks-", dir=directory.path.absolute() if section.address else None))
     try:
-        settings = rank_settings(recipe, directory, saved, f"file://{exchange}/meeting")
-        ranks: Ranks
-        if section.placement == "ray":
-            from sensorium.assembly.rank_processes import RayRanks
-
-            ranks = RayRanks(settings, exchange, *limits, section.address)
-        else:
-            ranks = ProcessRanks(settings, exchange, *limits)
+        settings = rank_settings(recipe, directory, saved, "" if section.address else f"file://{exchange}/meeting")
+        host = open_host(recipe, "a rank of the learner", LearnerLost, directory.path, float(settings[0].device != "cpu"))
+        ranks = Ranks(host, settings, exchange, section.start_s, section.reply_s)
     except BaseException:
         shutil.rmtree(exchange, ignore_errors=True)
         raise
@@ -192,7 +173,7 @@ def sharded_learner(recipe: Recipe, session: Session, directory: RunDirectory, s
 
 
 def rank_settings(recipe: Recipe, directory: RunDirectory, saved: Path | None, meeting: str) -> list[RankSettings]:
-    """What each rank is told. On GPUs each has its own; on a CPU they share the recipe's threads."""
+    """The settings of each rank. On GPUs each has its own; on a CPU they share the recipe's threads."""
     count, wanted = recipe.cluster.learners, recipe.model.device
     on_ray = recipe.cluster.placement == "ray"
     cuda = torch.cuda.is_available() and wanted in ("auto", "cuda")

@@ -36,70 +36,40 @@ from sensorium.vocabulary.errors import (
 )
 from sensorium.vocabulary.task import Task
 
+ENVIRONMENT_WORKER = "sensorium.services.environment_worker"
+
 
 def open_host(
-    recipe: Recipe,
-    what: str,
-    lost: type[SensoriumError],
-    folder: Path | None = None,
-    *,
-    gpus: float = 0.0,
-    on_gpus: bool = False,
+    recipe: Recipe, what: str, lost: type[SensoriumError], folder: Path | None = None, gpus: float = 0.0
 ) -> ProcessHost:
-    """This machine, or Ray. ``gpus`` are those of each process, ``on_gpus``: the run's models are on GPUs."""
+    """This machine, or Ray. ``gpus`` is how many each process has, where the run's models are on GPUs."""
     section = recipe.cluster
     if section.placement != "ray":
         return ThisMachine()
     from sensorium.cluster.ray_host import RayHost
 
     seen = Path(folder or ".").absolute() if section.address else None
-    needs = ray_needs(recipe, gpus=on_gpus)
+    needs = ray_needs(recipe, gpus=gpus > 0)
     return RayHost(section.address, needs, seen, what, lost, gpus=gpus, start_s=section.start_s)
 
 
-def driver_address(recipe: Recipe) -> str:
-    """How other machines reach this one; empty where all processes are on it."""
-    section = recipe.cluster
-    if section.placement != "ray" or not section.address:
-        return ""
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-ENVIRONMENT_WORKER = "sensorium.services.environment_worker"
-
-
 class EnvironmentWorkers:
-    """``count`` environment services, each in a process of its own, and the client that plays at them."""
+    """``count`` environment services in processes, and the client that plays with them.
 
-    def __init__(
-        self,
-        host: ProcessHost,
-        count: int,
-        deadline_s: float,
-        *,
-        toward: str,
-        restarts: int,
-        start_s: float,
-        hang_s: float = 20.0,
-    ) -> None:
+    ``toward`` is the driver's address for services on other machines; empty: all are on this one.
+    """
+
+    def __init__(self, host: ProcessHost, count: int, deadline_s: float, toward: str, **limits: Any) -> None:
         key = secrets.token_urlsafe()
         self._deadline_s = deadline_s
         self._client = EnvironmentClient([], key)
         self._servers: dict[PlacedWorker, Server] = {}
         settings = {"key": key, "deadline_s": deadline_s, "toward": toward}
-        self.placed = PlacedWorkers(
-            host, ENVIRONMENT_WORKER, settings, count, "environment worker", EnvironmentFailure,
-            restarts=restarts, start_s=start_s, hang_s=hang_s, changed=self._changed,
-        )  # fmt: skip
-
-    def start(self) -> None:
-        """Start all."""
-        self.placed.start()
+        kind = (ENVIRONMENT_WORKER, settings, count, "environment worker", EnvironmentFailure)
+        self.placed = PlacedWorkers(host, *kind, **limits, changed=self._changed)
 
     def environment(self, task: Task, store: MediaStore) -> Environment:
-        """A task's environment, in one of the workers."""
+        """A task's environment, played by one of the workers."""
         spec = task.environment
         assert spec is not None
         kind = resolve("environment", spec.name)
@@ -125,11 +95,11 @@ class EnvironmentWorkers:
         if server is not None:
             self._client.drop(server)
         if ready:
-            self._servers[worker] = self._client.add(worker.told)
+            self._servers[worker] = self._client.add(worker.report)
 
 
 def process_work(place: PlacedWorker | PooledEngine, work: str) -> str:
-    """What the process of a place does: its work; or it is being replaced, or nothing is left of it, and why."""
+    """What the process of a place does: its work; or that it is being replaced, or lost, and why."""
     if place.ready:
         return work
     return f"is lost: {place.lost}" if place.lost else "is being replaced"
@@ -137,20 +107,20 @@ def process_work(place: PlacedWorker | PooledEngine, work: str) -> str:
 
 @dataclass(frozen=True)
 class RunWorkers:
-    """The workers of a run, as far as there are any."""
+    """The workers of a run, if any."""
 
     environments: EnvironmentWorkers | None = None
     rewards: PlacedWorkers | None = None
 
     @property
     def kinds(self) -> dict[str, PlacedWorkers]:
-        """Those that there are, by the key of their metrics."""
+        """Those that exist, by the key of their metrics."""
         found = {} if self.environments is None else {"environment": self.environments.placed}
         return found if self.rewards is None else found | {"reward": self.rewards}
 
     @property
     def processes(self) -> tuple[ProcessRow, ...]:
-        """What each does."""
+        """A row for each, for the table of processes."""
         return tuple(
             ProcessRow(
                 f"{kind} worker {worker.number}",
@@ -164,7 +134,7 @@ class RunWorkers:
         )
 
     def metrics(self, rolled_again: int) -> dict[str, float]:
-        """How many take work, how many were replaced, and what was done again or given up because of that."""
+        """How many are ready and were replaced, and what was repeated or given up because of that."""
         row: dict[str, float] = {}
         for kind, placed in self.kinds.items():
             row[f"worker/{kind}_ready"] = float(sum(worker.ready for worker in placed.workers))
@@ -177,22 +147,24 @@ class RunWorkers:
         return row
 
     def tell_by(self, noted: Callable[[str], None]) -> None:
-        """Say by this which workers were lost."""
+        """Report lost workers by this."""
         for placed in self.kinds.values():
             placed.noted = noted
 
 
 def open_workers(recipe: Recipe, scorer: Scorer, opened: ExitStack) -> RunWorkers:
-    """Start what the recipe's cluster section asks for; slow terms of the scorer are then asked in workers."""
+    """Start the workers that the recipe's cluster section asks for; slow terms of the scorer then run in workers."""
     section = recipe.cluster
     limits: dict[str, Any] = {"restarts": section.restarts, "start_s": section.start_s, "hang_s": section.hang_s}
     environments = rewards = None
     if section.environments:
         host = open_host(recipe, "an environment worker", WorkersLost)
         opened.callback(host.close)
-        deadline_s, toward = recipe.rollout.environment_deadline_s, driver_address(recipe)
-        environments = EnvironmentWorkers(host, section.environments, deadline_s, toward=toward, **limits)
-        environments.start()
+        toward = "" if host.folder is None else host.address
+        environments = EnvironmentWorkers(
+            host, section.environments, recipe.rollout.environment_deadline_s, toward, **limits
+        )
+        environments.placed.start()
         opened.callback(environments.close)
     if section.rewards:
         settings = placeable(recipe.rewards, [term for term, _ in scorer.terms])
@@ -208,19 +180,18 @@ def open_workers(recipe: Recipe, scorer: Scorer, opened: ExitStack) -> RunWorker
     return RunWorkers(environments, rewards)
 
 
-# For example, four GPUs, ``cluster.learners=1`` on the first and ``cluster.engines=3``: learner 0 engine 0 → "1" engine
-# 1 → "2" engine 2 → "3" With ``cluster.engines=4`` there is one too few: refused, or with ``cluster.share_gpus`` engine
-# 3 → "0", beside the learner.
-
-
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The names of the ``count`` GPUs that this process sees, as CUDA_VISIBLE_DEVICES calls them."""
+    """The names of the ``count`` GPUs that this process sees, as in CUDA_VISIBLE_DEVICES."""
     named = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return named[:count] or [str(number) for number in range(count)]
 
 
 def gpus_of_engines(recipe: Recipe, visible: Sequence[str], policy_gpu: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each engine. ``policy_gpu`` is the number of the driver's own; ranks have the first ones."""
+    """CUDA_VISIBLE_DEVICES of each engine. ``policy_gpu`` is the number of the driver's own; ranks have the first ones.
+
+    For example, with four GPUs, one learner on GPU 0 and ``cluster.engines=3``: "1", "2", "3". With ``cluster.engines=4``
+    one is missing: refused, or with ``cluster.share_gpus`` the last engine has "0", beside the learner.
+    """
     section, each = recipe.cluster, int(engine_gpus(recipe))
     learning = {policy_gpu, *range(section.learners if section.shared else 0)}
     free = [name for number, name in enumerate(visible) if number not in learning]
@@ -238,37 +209,32 @@ def gpus_of_engines(recipe: Recipe, visible: Sequence[str], policy_gpu: int) -> 
     return [",".join(free[(engine * each + one) % len(free)] for one in range(each)) for engine in range(section.engines)]
 
 
-def gpu_count() -> int:
-    """The GPUs that this process sees."""
-    return torch.cuda.device_count()
-
-
 def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> tuple[Engine, ProcessHost]:
-    """The recipe's engine, started, and where its processes are. ``folder`` is the run directory: all machines see it."""
+    """The recipe's engine, started, and its host. ``folder`` is the run directory, which all machines see."""
     section, cluster = recipe.rollout.engine, recipe.cluster
-    lockstep, streams = recipe.lockstep, recipe.schedule.name == "asynchronous"
     on_gpus = policy.device.type == "cuda"
-    gpus = engine_gpus(recipe) if on_gpus else 0.0
-    placed = section.name in OWN_WEIGHTS
-    host = open_host(recipe, "an engine", EngineLost, folder, gpus=gpus, on_gpus=on_gpus) if placed else ThisMachine()
+    host: ProcessHost = ThisMachine()
+    if section.name in OWN_WEIGHTS:
+        gpus = engine_gpus(recipe) if on_gpus else 0.0
+        host = open_host(recipe, "an engine", EngineLost, folder, gpus)
     hosts = [host] * cluster.engines
     if on_gpus and cluster.engines > 1 and cluster.placement != "ray":
-        visible = visible_gpus(gpu_count())
+        visible = visible_gpus(torch.cuda.device_count())
         names = gpus_of_engines(recipe, visible, policy.device.index or 0)
         hosts = [ThisMachine(one, shared=cluster.share_gpus) for one in names]
 
     def make_engine(number: int) -> Engine:
-        given = {"policy": policy, "lockstep": lockstep, "host": hosts[number]}
+        given = {"policy": policy, "lockstep": recipe.lockstep, "host": hosts[number]}
         engine: Engine = build("engine", section.name, section.options, "rollout.engine.options", **given)
         return engine
 
     try:
-        engine = (
-            EnginePool(make_engine, cluster.engines, restarts=cluster.restarts, joins_at_push=streams)
-            if cluster.engines > 1
-            else make_engine(0)
-        )
-        refuse_unable(engine.capabilities, recipe.rollout, recipe.model.precision, lockstep=lockstep)
+        if cluster.engines > 1:
+            streams = recipe.schedule.name == "asynchronous"
+            engine: Engine = EnginePool(make_engine, cluster.engines, restarts=cluster.restarts, joins_at_push=streams)
+        else:
+            engine = make_engine(0)
+        refuse_unable(engine.capabilities, recipe.rollout, recipe.model.precision, lockstep=recipe.lockstep)
         engine.start()
     except BaseException:
         host.close()

@@ -1,4 +1,4 @@
-"""Messages between two processes: a length of eight bytes, then JSON. Numbers come out as they went in, to the last bit."""
+"""Messages between two processes: a length of eight bytes, then JSON or a pickle. Numbers arrive unchanged, to the bit."""
 
 import json
 import pickle
@@ -15,19 +15,16 @@ Message = dict[str, Any]
 
 
 class Frames(Protocol):
-    """What carries messages as bytes, whole ones, in their order."""
+    """Carries whole messages as bytes, in order."""
 
     def send(self, body: bytes, limit_s: float | None = None) -> None:
-        """Send; OSError if the other end is gone, TimeoutError if it does not take it in time."""
-        ...
+        """Send; OSError if the other end is gone, TimeoutError if it does not accept it in time."""
 
     def receive(self, limit_s: float | None = None) -> bytes:
         """The next one; EOFError if the other end is gone, TimeoutError if nothing comes in time."""
-        ...
 
     def close(self) -> None:
         """Hang up: the other end reads an EOFError."""
-        ...
 
 
 class SocketFrames:
@@ -62,41 +59,37 @@ class SocketFrames:
 
 
 class Channel:
-    """One end of a connection. Not for several threads at once."""
+    """One end of a connection, for messages as JSON. Not for several threads at once, unless no call has a limit."""
 
     def __init__(self, connection: socket.socket | Frames) -> None:
         self._frames = SocketFrames(connection) if isinstance(connection, socket.socket) else connection
 
     def send(self, message: Any, limit_s: float | None = None) -> None:
-        """Send one message; OSError if the other end is gone, TimeoutError if it does not take it in time."""
-        self._frames.send(self.encode(message), limit_s)
+        """Send one message; OSError if the other end is gone, TimeoutError if it does not accept it in time."""
+        self._frames.send(self._encode(message), limit_s)
 
     def receive(self, limit_s: float | None = None) -> Any:
         """The next message; EOFError if the other end is gone, TimeoutError if nothing comes in time."""
-        return self.decode(self._frames.receive(limit_s))
-
-    def encode(self, message: Any) -> bytes:
-        """A message as bytes."""
-        return json.dumps(message, separators=(",", ":")).encode()
-
-    def decode(self, data: bytes) -> Any:
-        """The message that bytes stand for."""
-        return json.loads(data)
+        return self._decode(self._frames.receive(limit_s))
 
     def close(self) -> None:
         """Hang up: the other end reads an EOFError."""
         self._frames.close()
 
+    def _encode(self, message: Any) -> bytes:
+        return json.dumps(message, separators=(",", ":")).encode()
+
+    def _decode(self, data: bytes) -> Any:
+        return json.loads(data)
+
 
 class PickledChannel(Channel):
-    """Messages as objects: where both ends are ours and one has started the other."""
+    """Messages as Python objects: for processes of ours of which one has started the other."""
 
-    def encode(self, message: Any) -> bytes:
-        """A message as bytes."""
+    def _encode(self, message: Any) -> bytes:
         return pickle.dumps(message, protocol=5)
 
-    def decode(self, data: bytes) -> Any:
-        """The message that bytes stand for."""
+    def _decode(self, data: bytes) -> Any:
         return pickle.loads(data)
 
 
@@ -107,7 +100,7 @@ def plain_error(error: BaseException) -> dict[str, str]:
 
 
 def error_of(plain: Mapping[str, Any], otherwise: type[errors.SensoriumError], who: str) -> errors.SensoriumError:
-    """The error; one that is not of ours is an ``otherwise`` of who failed."""
+    """The error that ``plain_error`` described; one of a foreign class becomes an ``otherwise``: ``who`` failed."""
     kind = getattr(errors, plain["kind"], None)
     if isinstance(kind, type) and issubclass(kind, errors.SensoriumError):
         return kind(plain["error"])

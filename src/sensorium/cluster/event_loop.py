@@ -1,7 +1,7 @@
-"""``asyncio.run`` that another thread may interrupt, and that no signal escapes.
+"""``asyncio.run`` that another thread may interrupt and every signal wakes; and garbage collection around a run.
 
-Python delivers Ctrl-C to the main thread only. A notebook's main thread has an event loop of its own, so a run works in a
-second thread: the main thread waits, and hands an interrupt on with ``interrupt(thread.ident)``.
+Python delivers Ctrl-C to the main thread only. A notebook's main thread has its own event loop, so a run works in a second
+thread: the main thread waits, and forwards an interrupt with ``interrupt(thread.ident)``.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-NOBODY = -1  # as a file descriptor: none
+NO_FD = -1
 _lock = threading.RLock()  # a signal's handler may interrupt its own thread while that holds it
 _running: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 _interrupted: set[int] = set()
 
 
 def run_async(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine to its end in an event loop of its own; KeyboardInterrupt if this thread was interrupted."""
+    """Run a coroutine to its end in a new event loop; KeyboardInterrupt if this thread was interrupted."""
     thread = threading.get_ident()
     runner = asyncio.Runner()
     try:
@@ -48,9 +48,9 @@ def interrupt(thread: int) -> None:
 
 
 def interrupt_here() -> bool:
-    """Interrupt what ``run_async`` runs in this thread; False if nothing runs, or if it was asked to end before.
+    """Interrupt what ``run_async`` runs in this thread; False if nothing runs, or if it was interrupted before.
 
-    For the handlers of signals: raising there would end whichever task runs at that moment, and asyncio would complain.
+    For signal handlers: raising there would end whichever task runs at that moment, and asyncio would complain.
     """
     thread = threading.get_ident()
     with _lock:
@@ -61,44 +61,43 @@ def interrupt_here() -> bool:
 
 
 def forget(thread: int) -> None:
-    """A thread is over: an interrupt that came too late is no other thread's."""
+    """A thread has ended: drop an interrupt that came too late, or a later thread with its id would get it."""
     with _lock:
         _interrupted.discard(thread)
 
 
 @contextmanager
 def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """While this lasts, every signal wakes the loop of the main thread up.
+    """Inside, every signal wakes the loop of the main thread.
 
-    Python runs a signal's handler between two of the main thread's own instructions. A signal that another thread took, or
-    that came just before the loop began to wait, would else be heard at the loop's next event: if all it waits for hangs,
-    never.
+    Python runs a signal's handler between two instructions of the main thread. A signal that another thread took, or that
+    came just before the loop began to wait, would otherwise be handled at the loop's next event: if all hangs, never.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    hears, tells = socket.socketpair()
-    with hears, tells:
-        hears.setblocking(False)
-        tells.setblocking(False)
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
 
         def awake() -> None:
             with suppress(BlockingIOError):
-                signals = hears.recv(4096)
-                if before != NOBODY:
-                    with suppress(OSError):  # who waits there is told as well, unless it left
+                signals = reader.recv(4096)
+                if before != NO_FD:
+                    with suppress(OSError):  # forward to the earlier descriptor, unless its owner closed it
                         os.write(before, signals)
 
-        loop.add_reader(hears, awake)
-        before = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+        loop.add_reader(reader, awake)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:
             try:
                 signal.set_wakeup_fd(before)
             except (OSError, ValueError):  # its owner closed it meanwhile
-                signal.set_wakeup_fd(NOBODY)
-            loop.remove_reader(hears)
+                signal.set_wakeup_fd(NO_FD)
+            loop.remove_reader(reader)
 
 
 async def _registered(main: Coroutine[Any, Any, Result], thread: int) -> Result:
@@ -111,38 +110,34 @@ async def _registered(main: Coroutine[Any, Any, Result], thread: int) -> Result:
     try:
         return await main
     finally:
-        with _lock:  # a coroutine that a second Ctrl-C left behind ends late, when another may run in its thread
+        with _lock:  # a coroutine that a second Ctrl-C abandoned ends late, when another may run in its thread
             if _running.get(thread, (None, None))[1] is task:
                 del _running[thread]
 
 
-Outcome = TypeVar("Outcome")
-
-
-async def side_by_side(coroutines: Iterable[Coroutine[Any, Any, Outcome]]) -> list[Outcome]:
-    """Their results, in the order given. Unlike ``asyncio.gather`` it leaves nobody running behind an error."""
+async def side_by_side(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Their results, in the order given. Unlike ``asyncio.gather`` it leaves none running after an error."""
     try:
-        async with asyncio.TaskGroup() as crowd:
-            running = [crowd.create_task(coroutine) for coroutine in coroutines]
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failed:
         raise first_error(failed) from failed
     return [run.result() for run in running]
 
 
 def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group of errors, or of groups within it: one says enough."""
+    """The first error of a group of errors, or of groups within it."""
     error: BaseException = failed
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-# A model with its libraries is some 400,000 objects. Walking them takes 0.2 s or more, in which a GPU has nothing to
-# do.
-
-
 def set_aside() -> bool:
-    """Leave what exists now out of collections; False if somebody did so before, as a fork server does."""
+    """Exclude what exists now from garbage collections; False if somebody did so before, as a fork server does.
+
+    A model with its libraries has about 400,000 objects. Scanning them takes 0.2 s or more, while a GPU idles.
+    """
     if gc.get_freeze_count():
         return False
     set_aside_more()
@@ -150,14 +145,14 @@ def set_aside() -> bool:
 
 
 def set_aside_more() -> None:
-    """Leave out what came since, too: kernels and graphs that the first step compiled, say."""
+    """Exclude what has been created since, too: kernels and graphs that the first step compiled, for example."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def lasting_objects() -> Iterator[None]:
-    """What exists now is left out of collections until the end."""
+    """Inside, what existed before is excluded from garbage collections."""
     ours = set_aside()
     try:
         yield

@@ -1,16 +1,16 @@
-"""Several workers of one kind in processes that a host starts: asked side by side, and replaced when they die or hang.
+"""Several workers of one kind in processes that a host starts: asked in parallel, and replaced when they die or hang.
 
 For example, with two workers and one restart:
 
     questions 1 2 3      1 → worker 0, 2 → worker 1, 3 → worker 0
-    worker 0 dies        1 and 3 are asked again of worker 1; another worker 0 starts beside that
-    worker 1 dies        2 is asked again of worker 0 when that is ready; nobody replaces worker 1
-    worker 0 dies        whoever asks hears WorkersLost
+    worker 0 dies        1 and 3 are asked again of worker 1; another worker 0 starts meanwhile
+    worker 1 dies        2 is asked again of worker 0 when that is ready; worker 1 is not replaced
+    worker 0 dies        every ask() raises WorkersLost
 
-A worker that is stopped, or whose machine is, dies without an end: it is asked for a sign of life now and then, and ended
-when it has given none, nor any answer, for ``hang_s``.
+A worker that is stopped, or whose machine is, hangs. So each is asked for a sign of life now and then, and ended when it
+has sent neither that nor an answer for ``hang_s``.
 
-A question may be what ends workers, and would use them all up. So it is given up (WorkGivenUp) when MOST_LOSSES were lost
+A question may be what ends workers, and would use them all up. It is given up (WorkGivenUp) when MOST_LOSSES were lost
 while they had it. Other questions that a lost worker had are suspects as well: they are asked again one at a time, as long
 as a turn comes within TURN_S, so that the next loss has one cause:
 
@@ -39,13 +39,10 @@ from sensorium.cluster.placed_main import SIGN_OF_LIFE
 from sensorium.cluster.python_process import CLOSE_S, HostedProcess, ProcessHost, last_words
 from sensorium.vocabulary.errors import SensoriumError, WorkersLost, WorkGivenUp
 
-LOOKS = 12
-"""How often within ``hang_s`` a worker is asked for a sign of life."""
+LOOKS = 12  # how often within ``hang_s`` a worker is asked for a sign of life
 LONGEST_LOOK_S = 5.0
-MOST_LOSSES = 2
-"""Workers that may be lost while they answer one question, or play one episode."""
-TURN_S = 5.0
-"""How long a suspect waits for its turn; then it is asked beside the others."""
+MOST_LOSSES = 2  # workers that may be lost while they answer one question, or play one episode
+TURN_S = 5.0  # how long a suspect waits for its turn; then it is asked beside the others
 
 
 class _Gone(Exception):
@@ -54,16 +51,16 @@ class _Gone(Exception):
 
 @dataclass(eq=False)
 class PlacedWorker:
-    """A place and the process in it. ``told`` is what it said when it was ready; ``ready``: it takes questions.
+    """A place and the process in it. ``report`` is what it sent when it was ready; ``ready``: it takes questions.
 
-    ``lost``: it is gone for good, and why. Neither ready nor lost: it starts, or another is started in its place. ``heard``
-    is set by whatever it sends.
+    ``lost``: it is gone for good, and why. Neither ready nor lost: it, or its replacement, is starting. ``heard`` is set by
+    whatever it sends.
     """
 
     number: int
     process: HostedProcess | None = None
     channel: PickledChannel | None = None
-    told: Any = None
+    report: Any = None
     ready: bool = False
     lost: str = ""
     replaced: int = 0
@@ -75,8 +72,8 @@ class PlacedWorker:
 class PlacedWorkers:
     """``count`` processes of ``python -m module``, each opened with ``settings``. At most ``restarts`` are replaced in all.
 
-    ``what`` is one of them, in words, and ``failure`` what their errors are. ``changed`` hears of each that is about to
-    take questions, and of each that is gone, from any thread.
+    ``what`` is one of them, in words, and ``failure`` the class of their errors. ``changed`` is called, in any thread, for
+    each that is about to take questions (True) and for each that is gone (False).
     """
 
     def __init__(
@@ -98,7 +95,7 @@ class PlacedWorkers:
         self._restarts_left, self._start_s, self._hang_s, self._changed = restarts, start_s, hang_s, changed
         self.workers = tuple(PlacedWorker(number) for number in range(count))
         self.replaced = self.asked_again = 0
-        self.noted: Callable[[str], None] = lambda said: None
+        self.noted: Callable[[str], None] = lambda sentence: None
         self._numbers = itertools.count()
         self._state = threading.Condition()
         self._starting = 0
@@ -110,7 +107,7 @@ class PlacedWorkers:
         self._folder = Path(tempfile.mkdtemp(prefix="sensorium-workers-"))
 
     def start(self) -> None:
-        """Start all side by side; the first that cannot ends the others."""
+        """Start all in parallel; the first that cannot start ends the others."""
         futures = [self._threads.submit(self._start, worker) for worker in self.workers]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
@@ -120,11 +117,15 @@ class PlacedWorkers:
     def ask(self, question: Any, known_by: Hashable = None) -> Any:
         """The answer of some worker; an error that it gave is raised. WorkersLost where no worker is left.
 
-        Questions that are ``known_by`` the same are one question in the count of workers that were lost with it.
+        Questions with the same ``known_by`` are one question in the count of workers that were lost with it.
         """
         known_by = object() if known_by is None else known_by
         while True:
-            self._refuse_deadly(known_by)
+            if self._losses[known_by] >= MOST_LOSSES:
+                raise WorkGivenUp(
+                    f"{MOST_LOSSES} {self._what}s were lost while they did this, which may be what ends them, so no other "
+                    f"is asked ({self._last})"
+                )
             worker = self.wait()
             with self._turn_of(known_by):
                 answer: Future[Any] = Future()
@@ -140,7 +141,7 @@ class PlacedWorkers:
                 except OSError:  # it was gone before it had the question, which is no suspect
                     with self._state:
                         self.asked_again += 1
-                        while not self._closed and worker.ready and worker.channel is channel:  # not yet told as lost
+                        while not self._closed and worker.ready and worker.channel is channel:  # until _lose() knows
                             self._state.wait()
                 except _Gone:
                     with self._state:
@@ -151,7 +152,7 @@ class PlacedWorkers:
 
     @property
     def given_up(self) -> int:
-        """Questions over which so many workers were lost that nobody asks them again."""
+        """Questions that are not asked again, because too many workers were lost with them."""
         with self._state:
             return sum(lost >= MOST_LOSSES for lost in self._losses.values())
 
@@ -161,7 +162,7 @@ class PlacedWorkers:
             while not (ready := [worker for worker in self.workers if worker.ready]):
                 if self._closed or not self._starting:
                     raise WorkersLost(
-                        f"no {self._what} is left that takes work, and cluster.restarts are used up. {self._last} Mend "
+                        f"no {self._what} is left that takes work, and cluster.restarts are used up. {self._last} Fix "
                         "what ends them, or raise cluster.restarts; then go on with --resume, or with --restart if there "
                         "is no checkpoint."
                     )
@@ -179,13 +180,6 @@ class PlacedWorkers:
         self._threads.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _refuse_deadly(self, known_by: Hashable) -> None:
-        if self._losses[known_by] >= MOST_LOSSES:
-            raise WorkGivenUp(
-                f"{MOST_LOSSES} {self._what}s were lost while they did this, which may be what ends them, so no other is "
-                f"asked ({self._last})"
-            )
-
     @contextmanager
     def _turn_of(self, known_by: Hashable) -> Iterator[None]:
         """Let a suspect wait until no other is asked."""
@@ -202,18 +196,18 @@ class PlacedWorkers:
         channel = PickledChannel(frames)
         try:
             channel.send((self._settings, str(self._folder)), self._start_s)
-            told = channel.receive(self._start_s)
+            first = channel.receive(self._start_s)
         except (EOFError, OSError) as error:
             late = isinstance(error, TimeoutError)
             if late:
                 process.end()
             how = f"was not ready within {self._start_s:g} s (cluster.start_s)" if late else process.ending()
-            said = last_words(process.log_text())
-            raise WorkersLost(f"a {self._what} (pid {process.pid}) {how}, so it cannot be used.{said}") from error
-        if "ready" not in told:
+            output = last_words(process.log_text())
+            raise WorkersLost(f"a {self._what} (pid {process.pid}) {how}, so it cannot be used.{output}") from error
+        if "ready" not in first:
             process.end(CLOSE_S)
-            raise error_of(told, WorkersLost, f"a {self._what}")
-        worker.process, worker.channel, worker.told = process, channel, told["ready"]
+            raise error_of(first, WorkersLost, f"a {self._what}")
+        worker.process, worker.channel, worker.report = process, channel, first["ready"]
         gone = threading.Event()
         for task in (self._read, self._watch):
             threading.Thread(target=task, args=(worker, process, channel, gone), name=self._what, daemon=True).start()
@@ -226,7 +220,7 @@ class PlacedWorkers:
             self._end(worker)
 
     def _read(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel, gone: threading.Event) -> None:
-        """Hand answers to who waits for them, until the worker is gone."""
+        """Complete the futures of answers as they come, until the worker is gone."""
         while True:
             try:
                 number, found = channel.receive()
@@ -243,6 +237,11 @@ class PlacedWorkers:
 
     def _watch(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel, gone: threading.Event) -> None:
         """Ask for signs of life; lose a worker that gives none. Time when this process itself is stopped does not count."""
+
+        def ask_for_life() -> None:
+            with worker.sending, suppress(OSError):
+                channel.send((SIGN_OF_LIFE, None))
+
         look_s = min(LONGEST_LOOK_S, self._hang_s / LOOKS)
         silent_s, before = 0.0, time.monotonic()
         asking: threading.Thread | None = None
@@ -253,30 +252,24 @@ class PlacedWorkers:
                 silent_s = 0.0
                 worker.heard.clear()
             if silent_s > self._hang_s:
-                self._lose(
-                    worker, process, gone, f"gave no sign of life for {self._hang_s:g} s (cluster.hang_s) and is ended"
-                )
+                hung = f"gave no sign of life for {self._hang_s:g} s (cluster.hang_s) and is ended"
+                self._lose(worker, process, gone, hung)
                 return
-            if asking is None or not asking.is_alive():  # sending may wait for ever, so it is not done in this thread
-                asking = threading.Thread(target=self._ask_for_life, args=(worker, channel), daemon=True)
+            if asking is None or not asking.is_alive():  # sending may block forever, so another thread does it
+                asking = threading.Thread(target=ask_for_life, daemon=True)
                 asking.start()
 
-    def _ask_for_life(self, worker: PlacedWorker, channel: PickledChannel) -> None:
-        with worker.sending, suppress(OSError):
-            channel.send((SIGN_OF_LIFE, None))
-
     def _lose(self, worker: PlacedWorker, process: HostedProcess, gone: threading.Event, hung: str = "") -> None:
-        """A worker has ended, or hangs (and then is ended): told once, whoever notices it first."""
+        """A worker has ended, or hangs (and is ended now). The first thread that notices it reports and replaces it."""
         with self._state:
             if gone.is_set():
                 return
             gone.set()
             worker.ready = False
-            self._starting += 1  # who asks now waits until it is known whether it is replaced
+            self._starting += 1  # ask() waits until it is known whether it is replaced
         if hung:
             process.end()
         ending = "is closed" if self._closed else hung or process.ending()
-        how = f"{self._what} {worker.number} (pid {process.pid}) {ending}"
         with self._state:
             again = not self._closed and self._restarts_left > 0
             if again:
@@ -286,6 +279,7 @@ class PlacedWorkers:
             else:
                 self._starting -= 1
                 worker.lost = "it is closed" if self._closed else "cluster.restarts are used up"
+            how = f"{self._what} {worker.number} (pid {process.pid}) {ending}"
             self._last = f"{how}.{last_words(process.log_text())}" if not self._closed else ""
             self._state.notify_all()
         if not self._closed:

@@ -1,10 +1,23 @@
-"""Worker threads for calls of a user's code that may be slow or never return: environments and slow reward terms."""
+"""Worker threads for calls of a user's code that may be slow or never return: environments and slow reward terms.
+
+Invariants:
+- At most ``size`` calls run at once. A call's deadline counts from its begin; time spent waiting for a slot is counted
+  separately.
+- Waiting for a slot is bounded: a call gives its slot back when it ends or is overdue, so n waiting calls wait at most
+  ⌈n / size⌉ deadlines.
+- A worker whose call is overdue is abandoned and replaced. While ``most_hung`` of them still hang, calls are refused.
+- Threads are daemons: a call that hangs keeps neither the run nor the process from ending.
+
+Example, of size 2 and a deadline of 1 s: calls a, b, c, of which a never returns. a and b begin, b ends, c takes its slot;
+after 1 s a is CallOverdue, its thread is abandoned, and a new one serves the next call.
+"""
 
 import asyncio
 import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import isawaitable
@@ -12,12 +25,12 @@ from typing import Any
 
 from sensorium.vocabulary.plain import attempt
 
-# Whatever a call raises, SystemExit included, is its outcome. What is awaitable is awaited, in an event loop that
-# belongs to the thread, so that an environment's connections live as long as it does.
-
 
 class Call:
-    """One call: when it began and ended (monotonic seconds; None: not yet), and what came of it."""
+    """One call: when it began and ended (monotonic seconds; None: not yet), and its value or error.
+
+    Whatever it raises, SystemExit included, is its error.
+    """
 
     def __init__(self, function: Callable[[], Any], deadline_s: float) -> None:
         self.function, self.deadline_s = function, deadline_s
@@ -25,9 +38,7 @@ class Call:
         self.ended: float | None = None
         self.value: Any = None
         self.error: BaseException | None = None
-        self._finished = threading.Event()
-        self._heard: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+        self._finished: Future[None] = Future()
 
     @property
     def left_s(self) -> float:
@@ -46,36 +57,31 @@ class Call:
 
     def wait(self, seconds: float) -> bool:
         """Block until it ended, at most so long; True if it did."""
-        return self._finished.wait(max(0.0, seconds))
+        return bool(wait([self._finished], max(0.0, seconds)).done)
 
-    def when_ended(self, heard: Callable[[], None]) -> None:
-        """Call ``heard`` once it ended: in the worker's thread, or at once if it has."""
-        with self._lock:
-            self._heard = heard
-            ended = self.ended is not None
-        if ended:
-            heard()
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once it ended: in the worker's thread, or at once if it has."""
+        self._finished.add_done_callback(lambda _: callback())
 
     def run(self, awaited: Callable[[Any], Any]) -> None:
-        """Run it here; ``tell`` then says that it ended."""
+        """Run it in this thread; ``finish`` must follow."""
         self.began = time.monotonic()
         try:
             self.value, self.error = attempt(lambda: awaited(self.function()))
         except KeyboardInterrupt as error:  # no Ctrl-C: that one reaches the main thread only
             self.error = error
 
-    def tell(self) -> None:
-        """It ended: wake who waits for it."""
-        with self._lock:
-            self.ended = time.monotonic()
-            heard = self._heard
-        self._finished.set()
-        if heard is not None:
-            heard()
+    def finish(self) -> None:
+        """Mark it as ended."""
+        self.ended = time.monotonic()
+        self._finished.set_result(None)
 
 
 class Worker:
-    """One thread. ``stop`` ends it when everything given before is done; one that hangs is no obstacle to exit."""
+    """One thread. ``stop`` ends it after all earlier calls; one that hangs does not prevent exit.
+
+    An awaitable is awaited in the thread's own event loop, so an environment's connections live as long as it does.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
@@ -88,7 +94,7 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """True while something given to it has not ended."""
+        """True while a call has not ended."""
         return self._done < self._given
 
     @property
@@ -98,19 +104,19 @@ class Worker:
 
     @property
     def stuck(self) -> bool:
-        """True while what it runs is overdue."""
+        """True while its current call is overdue."""
         current = self._current
         return current is not None and current.overdue
 
     def submit(self, function: Callable[[], Any], deadline_s: float) -> Call:
-        """Give it a call; it begins when those before it have ended."""
+        """Queue a call; it begins when those before it have ended."""
         call = Call(function, deadline_s)
         self._given += 1
         self._calls.put(call)
         return call
 
     def stop(self) -> None:
-        """End the thread after what it was given."""
+        """End the thread after all queued calls."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -118,8 +124,8 @@ class Worker:
             self._current = call
             call.run(self._awaited)
             self._current = None
-            self._done += 1  # before anybody hears of it, so that who does finds the worker free
-            call.tell()
+            self._done += 1  # before the callbacks, which must find the worker free
+            call.finish()
             del call
         if self._runner is not None:
             attempt(self._runner.close)
@@ -128,25 +134,16 @@ class Worker:
         if not isawaitable(value):
             return value
 
-        async def wait() -> Any:
+        async def result() -> Any:
             return await value
 
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(wait())
-
-
-# Invariants: - At most ``size`` calls run at once. A call's deadline counts from when it begins, so waiting for a place
-# costs nothing. - Waiting for a place is bounded: who holds one gives it back when its call ends or is overdue, so n
-# waiting calls wait at most ⌈n / size⌉ deadlines. How long they waited is counted apart from how long they ran. - A
-# worker whose call is overdue is left behind and replaced. While ``most_hung`` of them still hang, calls are refused. -
-# Threads are daemons: what hangs keeps neither the run nor the process from ending. Example, of size 2 and a deadline
-# of 1 s: calls a, b, c, of which a never returns. a and b begin, b ends, c takes its place; after 1 s a is CallOverdue,
-# its thread is left behind, and a new one serves whoever asks next.
+        return self._runner.run(result())
 
 
 class WorkerFailure(Exception):
-    """A call that was not made, or not waited for any longer."""
+    """A call that was not made, or is no longer waited for."""
 
 
 class CallOverdue(WorkerFailure):
@@ -159,7 +156,7 @@ class NoWorker(WorkerFailure):
 
 @dataclass
 class CallCounters:
-    """Since they were last taken: calls made, overdue ones, seconds they ran and waited for a place (sum and longest)."""
+    """Since they were last taken: calls, overdue ones, seconds they ran and waited for a slot (sum and longest)."""
 
     calls: int = 0
     overdue: int = 0
@@ -178,7 +175,7 @@ class CallCounters:
 
 
 class WorkerPool:
-    """Daemon threads, started when needed and used again. One pool serves several event loops, one after the other."""
+    """Daemon threads, started when needed and reused. One pool serves several event loops, one after the other."""
 
     def __init__(self, name: str, size: int = 64, most_hung: int | None = None) -> None:
         self.name, self.size = name, size
@@ -192,13 +189,13 @@ class WorkerPool:
 
     @property
     def hung(self) -> int:
-        """How many calls that are not waited for any longer still run past their deadline."""
+        """How many abandoned calls still run past their deadline."""
         with self._lock:
             self._left = [worker for worker in self._left if worker.alive]
             return sum(worker.stuck for worker in self._left)
 
     def lease(self) -> Worker:
-        """A worker for whoever needs all calls in one thread; ``give_back`` ends the lease."""
+        """A worker for a caller that needs all calls in one thread; ``give_back`` ends the lease."""
         hung = self.hung
         if hung >= self.most_hung:
             raise NoWorker(f"{hung} earlier calls of {self.name}s still hang")
@@ -213,7 +210,7 @@ class WorkerPool:
             raise NoWorker(f"no thread can be started ({error}); {threading.active_count()} are running") from error
 
     def give_back(self, worker: Worker) -> None:
-        """Use a worker again; one that is still busy is left to end what it does, and then ends."""
+        """Make a worker available again; one that is still busy ends after its calls."""
         with self._lock:
             if not worker.busy and len(self._idle) < self.size:
                 self._idle.append(worker)
@@ -224,32 +221,39 @@ class WorkerPool:
     async def call(self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None) -> Call:
         """The call once it has ended, with its value or error. CallOverdue and NoWorker if it has not.
 
-        It runs in ``worker`` where one is leased. Whoever is cancelled here leaves the call to end by itself.
+        It runs in ``worker`` where one is leased. If the wait is cancelled, the call goes on by itself.
         """
+        loop = asyncio.get_running_loop()
+        if self._gate is None or self._gate[0] is not loop:
+            self._gate = (loop, asyncio.Semaphore(self.size))
         asked = time.monotonic()
-        async with self._place():
+        async with self._gate[1]:
             waited_s = time.monotonic() - asked
             lent = worker if worker is not None else self.lease()
             call = lent.submit(function, deadline_s)
+            ended: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits for this call any more
+                    loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+
+            call.when_ended(wake)
             try:
-                await _ended(call, lent)
+                while call.ended is None and not lent.stuck:  # stuck in this call, or in one before it
+                    await asyncio.wait({ended}, timeout=max(0.001, call.left_s))
             finally:
-                self.counters.add(waited_s, call.seconds)
-                if worker is None:
-                    self.give_back(lent)
+                self._count(call, lent, worker, waited_s)
             return self._outcome(call)
 
     def call_now(self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None) -> Call:
-        """``call`` for callers without an event loop: blocks, and waits for no place."""
+        """``call`` for callers without an event loop: blocks, and needs no slot."""
         lent = worker if worker is not None else self.lease()
         call = lent.submit(function, deadline_s)
         try:
             while not call.wait(call.left_s) and not lent.stuck:
                 continue
         finally:
-            self.counters.add(0.0, call.seconds)
-            if worker is None:
-                self.give_back(lent)
+            self._count(call, lent, worker, 0.0)
         return self._outcome(call)
 
     def take_counters(self) -> CallCounters:
@@ -258,39 +262,19 @@ class WorkerPool:
         return taken
 
     def close(self) -> None:
-        """End the threads that have nothing to do; the others end when they are done, if ever."""
+        """End the idle threads; the others end after their calls, if ever."""
         with self._lock:
             idle, self._idle = self._idle, []
         for worker in idle:
             worker.stop()
+
+    def _count(self, call: Call, lent: Worker, leased: Worker | None, waited_s: float) -> None:
+        self.counters.add(waited_s, call.seconds)
+        if leased is None:
+            self.give_back(lent)
 
     def _outcome(self, call: Call) -> Call:
         if call.ended is None:
             self.counters.overdue += 1
             raise CallOverdue(f"did not answer within {call.deadline_s:g} s")
         return call
-
-    def _place(self) -> asyncio.Semaphore:
-        """The gate of the running loop."""
-        loop = asyncio.get_running_loop()
-        if self._gate is None or self._gate[0] is not loop:
-            self._gate = (loop, asyncio.Semaphore(self.size))
-        return self._gate[1]
-
-
-async def _ended(call: Call, worker: Worker) -> None:
-    """Wait until a call ended, or its worker is stuck: in it, or in one before it."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[None] = loop.create_future()
-
-    def hear() -> None:
-        if not answer.done():
-            answer.set_result(None)
-
-    def tell() -> None:
-        with suppress(RuntimeError):  # the loop has gone: nobody waits for this call any more
-            loop.call_soon_threadsafe(hear)
-
-    call.when_ended(tell)
-    while call.ended is None and not worker.stuck:
-        await asyncio.wait({answer}, timeout=max(0.001, call.left_s))

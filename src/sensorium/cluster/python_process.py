@@ -1,4 +1,8 @@
-"""A Python process that works for this one: started with sockets to talk over, ended for certain, its end explained."""
+"""Processes that work for this one: started with connections to them, ended for certain, their end explained.
+
+A ``ProcessHost`` starts them: ``ThisMachine`` beside this process, ``ray_host.RayHost`` wherever Ray has room. Who talks to
+a process sees a ``HostedProcess`` and ``Frames``, and does not know where it is.
+"""
 
 import os
 import re
@@ -8,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -18,121 +22,177 @@ from sensorium.cluster.channel import Frames, SocketFrames
 
 LAST_LINES = 6
 CLOSE_S = 30.0
-MARK = "SENSORIUM_STARTED_"
-"""Begins the name of an environment variable that a process with a group of its own, and all that it starts, have."""
-SEGMENT = re.compile(r"/dev/shm/psm_\w+(?=\n)")
-"""Shared memory by the names that ``multiprocessing.shared_memory`` gives; not one that is removed already."""
+MARK = "SENSORIUM_STARTED_"  # begins the name of a variable that a process with its own group, and its descendants, have
+SEGMENT = re.compile(r"/dev/shm/psm_\w+(?=\n)")  # names by multiprocessing.shared_memory; not of removed segments
+
+Variables = Mapping[str, str] | None
+
+
+class HostedProcess(Protocol):
+    """A process that works for this one. ``address`` is that of its machine, as others of the cluster reach it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def address(self) -> str: ...
+
+    def end(self, after_s: float = 0.0) -> None:
+        """Wait so long for it to end, then kill it and whatever it started."""
+
+    def ending(self) -> str:
+        """How it ended, as the end of a sentence about it."""
+
+    def log_text(self) -> str:
+        """All that it printed, as far as known."""
+
+
+class ProcessHost(Protocol):
+    """Starts processes. ``folder`` is visible to this process and to those it starts; None: all are on this machine.
+
+    ``address`` is this machine's, as those processes reach it. ``own_device``: they have their own GPUs, numbered
+    differently from here; ``shared``: which may include this process's GPUs.
+    """
+
+    folder: Path | None
+    address: str
+    own_device: bool
+    shared: bool
+
+    def start(
+        self, module: str, channels: int, log: Path, variables: Variables = None, *, own_group: bool = False
+    ) -> tuple[HostedProcess, list[Frames]]:
+        """Start ``python -m module`` with so many connections to it."""
+
+    def close(self) -> None:
+        """Start nothing more."""
 
 
 class PythonProcess:
-    """Runs ``python -m module fd …``. What it prints goes to ``log``; its last lines tell why it died.
+    """``python -m module FD …``, with ``frames`` to talk to it. It prints to ``log``, whose last lines explain its death.
 
-    With ``own_group`` it leads a process group, and its end is the end of whatever it started: of its group, and of what
-    left the group (browsers do) but still has the mark that it inherited in its environment. A PYTHONPATH in
-    ``environment`` goes before this process's own path.
+    With ``own_group`` it leads a process group, and with it ends whatever it started: its group, and processes that left
+    the group (browsers do) but inherited the mark in its environment. A PYTHONPATH in ``variables`` precedes this
+    process's own path.
     """
 
+    address = "127.0.0.1"
+
     def __init__(
-        self,
-        module: str,
-        sockets: Sequence[socket.socket],
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        *,
-        own_group: bool = False,
+        self, module: str, channels: int, log: Path, variables: Variables = None, *, own_group: bool = False
     ) -> None:
         self._log, self._own_group = log, own_group
-        fds = [end.fileno() for end in sockets]
-        given = dict(environment or {})
+        given = dict(variables or {})
         self._mark = f"{MARK}{uuid4().hex}" if own_group else ""
         if own_group:
             given[self._mark] = "1"
         given["PYTHONPATH"] = os.pathsep.join(filter(None, [given.get("PYTHONPATH", ""), *sys.path]))
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, fds)],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **given},
-                start_new_session=own_group,
-            )
+        pairs = [socket.socketpair() for _ in range(channels)]
+        fds = [theirs.fileno() for _, theirs in pairs]
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", module, *map(str, fds)],
+                    pass_fds=fds,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **given},
+                    start_new_session=own_group,
+                )
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        self.frames: list[Frames] = [SocketFrames(ours) for ours, _ in pairs]
 
     @property
     def pid(self) -> int:
-        """Its process id."""
-        return self.process.pid
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """True until it has ended."""
-        return self.process.poll() is None
+        return self._process.poll() is None
 
     def end(self, after_s: float = 0.0) -> None:
         """Wait so long for it to end, then kill it; then the others of its group, and wait until they are gone."""
         try:
-            self.process.wait(after_s)
+            self._process.wait(after_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self._process.kill()
+            self._process.wait()
         if self._own_group:
             _end_group(self.pid, self._mark)
 
     def ending(self) -> str:
         """How it ended, as the end of a sentence about it."""
         self.end(CLOSE_S)
-        code = self.process.returncode
+        code = self._process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = " (SIGKILL often means that memory ran out)" if code == -signal.SIGKILL else ""
-        return how + hint
+        return how + (" (SIGKILL often means that memory ran out)" if code == -signal.SIGKILL else "")
 
     def log_text(self) -> str:
         """All that it printed."""
         return self._log.read_text(errors="replace")
 
 
-def end_descendants() -> None:
-    """Kill what this process, started with a group of its own, has started and is still there."""
-    for mark in [name for name in os.environ if name.startswith(MARK)]:
-        for process in _living(os.getpid(), mark):
-            if int(process.name) != os.getpid():
-                with suppress(ProcessLookupError):
-                    os.kill(int(process.name), signal.SIGKILL)
+class ThisMachine:
+    """Starts processes beside this one. ``gpus`` are the only ones that they see, as CUDA_VISIBLE_DEVICES; "": the same."""
+
+    folder: Path | None = None
+    address = "127.0.0.1"
+
+    def __init__(self, gpus: str = "", *, shared: bool = False) -> None:
+        self._gpus, self.own_device, self.shared = gpus, bool(gpus), shared
+
+    def start(
+        self, module: str, channels: int, log: Path, variables: Variables = None, *, own_group: bool = False
+    ) -> tuple[HostedProcess, list[Frames]]:
+        """Start ``python -m module`` with so many sockets."""
+        if self._gpus:
+            variables = {**(variables or {}), "CUDA_VISIBLE_DEVICES": self._gpus}
+        process = PythonProcess(module, channels, log, variables, own_group=own_group)
+        return process, process.frames
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
-def guard_group() -> None:
-    """Let the group of this process, its leader, end with it however it is killed: by a small process that watches it.
-
-    The group's shared memory, which has a name and would outlive it, is removed. To be called before there are threads.
-    Ray, for one, kills what its actors have started, but not what that has started.
-    """
-    watched, _held = os.pipe()
-    if os.fork():
-        os.close(watched)
-        return  # the other end is held as long as this process lives, and is inherited by nobody
-    os.closerange(0, watched)
-    os.closerange(watched + 1, min(os.sysconf("SC_OPEN_MAX"), 65536))
-    os.read(watched, 1)
-    remove_segments(mapped_segments(os.getpgrp()))  # before the kill, which ends this process too
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+def parent_sockets() -> list[socket.socket]:
+    """In a process that a host started: its connections. Ctrl-C, which reaches all processes, is left to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
 
 
 def last_words(log: str) -> str:
     """A sentence with the last lines of a log; empty if there are none."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f" It last said: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
+    return f" Its last output: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
 
 
-def _end_group(group: int, mark: str, wait_s: float = 30.0) -> None:
-    """Kill what is left of a process group, and wait: a dying worker holds its memory and its GPU for seconds."""
-    until = time.monotonic() + wait_s
-    remove_segments(mapped_segments(group))
-    while (left := list(_living(group, mark))) and time.monotonic() < until:
-        for process in left:
-            with suppress(ProcessLookupError):
-                os.kill(int(process.name), signal.SIGKILL)
-        time.sleep(0.05)
+def end_descendants() -> None:
+    """In a process with its own group: kill what it has started and is still there."""
+    for mark in [name for name in os.environ if name.startswith(MARK)]:
+        _kill([process for process in _living(os.getpid(), mark) if int(process.name) != os.getpid()])
+
+
+def guard_group() -> None:
+    """In the leader of a group, before it has threads: make the group end with it, however it is killed.
+
+    A small process watches the leader. It also removes the group's shared memory, which has names and would outlive it.
+    Ray, for one, kills what its actors have started, but not their descendants.
+    """
+    watched, _held = os.pipe()
+    if os.fork():
+        os.close(watched)
+        return  # the other end stays open as long as this process lives, and nobody inherits it
+    os.closerange(0, watched)
+    os.closerange(watched + 1, min(os.sysconf("SC_OPEN_MAX"), 65536))
+    os.read(watched, 1)
+    remove_segments(mapped_segments(os.getpgrp()))  # before the kill, which ends this process too
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def any_alive(group: int) -> bool:
@@ -149,119 +209,40 @@ def mapped_segments(group: int) -> set[Path]:
     return {Path(name) for name in found}
 
 
-def remove_segments(segments: Iterable[Path]) -> None:
-    """Take their names away, and with the last process that has them mapped the memory."""
+def remove_segments(segments: set[Path]) -> None:
+    """Remove their names; the memory goes with the last process that has them mapped."""
     for segment in segments:
         with suppress(OSError):
             segment.unlink(missing_ok=True)
 
 
+def _end_group(group: int, mark: str, wait_s: float = 30.0) -> None:
+    """Kill what is left of a process group, and wait: a dying worker holds its memory and its GPU for seconds."""
+    until = time.monotonic() + wait_s
+    remove_segments(mapped_segments(group))
+    while (left := list(_living(group, mark))) and time.monotonic() < until:
+        _kill(left)
+        time.sleep(0.05)
+
+
+def _kill(processes: Sequence[Path]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(int(process.name), signal.SIGKILL)
+
+
 def _living(group: int, mark: str = "") -> Iterator[Path]:
     """The folders in /proc of a group's processes, and of those that have a mark in their environment.
 
-    Zombies are left out: whoever adopted them may never collect them.
+    Zombies are left out: the process that adopted them may never collect them.
     """
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError, ValueError):
+        with suppress(OSError, IndexError, ValueError):  # it has ended, or belongs to another user
             state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if state not in "ZX" and (int(its_group) == group or (mark and _has_mark(stat.parent, mark))):
+            if state in "ZX":
+                continue
+            if int(its_group) == group or (mark and f"{mark}=".encode() in (stat.parent / "environ").read_bytes()):
                 yield stat.parent
-
-
-def _has_mark(process: Path, mark: str) -> bool:
-    with suppress(OSError):  # another user's process
-        return f"{mark}=".encode() in (process / "environ").read_bytes()
-    return False
-
-
-# Whoever talks to such a process sees a HostedProcess and Frames, and does not know where it is.
-
-
-class HostedProcess(Protocol):
-    """A process that works for this one."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id, on its machine."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """True until it has ended."""
-        ...
-
-    def end(self, after_s: float = 0.0) -> None:
-        """Wait so long for it to end, then kill it and whatever it started."""
-        ...
-
-    def ending(self) -> str:
-        """How it ended, as the end of a sentence about it."""
-        ...
-
-    def log_text(self) -> str:
-        """All that it printed, as far as that can be had."""
-        ...
-
-
-class ProcessHost(Protocol):
-    """Starts processes. ``folder`` is one that this process and those it starts both see; None: any of this machine.
-
-    ``address`` is this machine's, as those processes reach it. ``own_device``: they have GPUs of their own, which do not
-    have the numbers that they have here; ``shared``: but maybe this process's too.
-    """
-
-    folder: Path | None
-    address: str
-    own_device: bool
-    shared: bool
-
-    def start(
-        self,
-        module: str,
-        channels: int,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        *,
-        own_group: bool = False,
-    ) -> tuple[HostedProcess, list[Frames]]:
-        """Start ``python -m module`` with so many connections to it."""
-        ...
-
-    def close(self) -> None:
-        """Start nothing more."""
-        ...
-
-
-class ThisMachine:
-    """Starts processes beside this one. ``gpus`` are the only ones that they see, as CUDA_VISIBLE_DEVICES; "": the same."""
-
-    folder: Path | None = None
-    address = "127.0.0.1"
-
-    def __init__(self, gpus: str = "", *, shared: bool = False) -> None:
-        self._gpus, self.own_device, self.shared = gpus, bool(gpus), shared
-
-    def start(
-        self,
-        module: str,
-        channels: int,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        *,
-        own_group: bool = False,
-    ) -> tuple[HostedProcess, list[Frames]]:
-        """Start ``python -m module`` with so many sockets."""
-        if self._gpus:
-            environment = {**(environment or {}), "CUDA_VISIBLE_DEVICES": self._gpus}
-        pairs = [socket.socketpair() for _ in range(channels)]
-        with ExitStack() as theirs:
-            for _, end in pairs:
-                theirs.enter_context(end)
-            process = PythonProcess(module, [end for _, end in pairs], log, environment, own_group=own_group)
-        return process, [SocketFrames(ours) for ours, _ in pairs]
-
-    def close(self) -> None:
-        """There is nothing to give back."""
 
 
 class ProcessLost(Exception):
@@ -269,7 +250,7 @@ class ProcessLost(Exception):
 
 
 class PipedProcess:
-    """``command`` with pipes to its standard input and output. With ``silent`` its standard error goes nowhere."""
+    """``command`` with pipes to its standard input and output. With ``silent`` its standard error is discarded."""
 
     def __init__(
         self, command: Sequence[str], surroundings: Mapping[str, str], folder: str | None = None, *, silent: bool = False
@@ -283,37 +264,36 @@ class PipedProcess:
             env=dict(surroundings),
             cwd=folder,
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Its number."""
         return self._process.pid
 
     def write(self, data: bytes) -> None:
-        """Send everything; raises ProcessLost where it does not listen any more."""
-        assert self._process.stdin is not None
+        """Send everything; raises ProcessLost if it no longer reads."""
         rest = memoryview(data)
         try:
             while rest:
-                rest = rest[self._process.stdin.write(rest) :]
+                rest = rest[self._stdin.write(rest) :]
         except OSError as error:
             raise ProcessLost(self._death()) from error
 
     def read(self, count: int, until: float) -> bytes:
         """So many bytes; raises TimeoutError when ``until`` (of time.monotonic) is past, ProcessLost where it ended."""
-        assert self._process.stdout is not None
         data = bytearray()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
+            selector.register(self._stdout, selectors.EVENT_READ)
             while len(data) < count:
                 if not selector.select(max(0.0, until - time.monotonic())):
                     raise TimeoutError
-                read = os.read(self._process.stdout.fileno(), min(count - len(data), 1 << 20))
+                read = os.read(self._stdout.fileno(), min(count - len(data), 1 << 20))
                 if not read:
                     raise ProcessLost(self._death())
                 data += read
@@ -323,12 +303,10 @@ class PipedProcess:
         """Kill it."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._stdin.close()
+        self._stdout.close()
 
     def _death(self) -> str:
-        """How it ended."""
         try:
             code = self._process.wait(5)
         except subprocess.TimeoutExpired:

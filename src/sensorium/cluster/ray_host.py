@@ -1,4 +1,7 @@
-"""Ray: the cluster of a run, which runs already or is started for it, and processes that Ray places."""
+"""Ray: the cluster of a run, which exists already or is started for it, and processes that Ray places.
+
+Every wait is bounded: Ray itself asks an address that does not answer for minutes.
+"""
 
 import logging
 import os
@@ -6,10 +9,11 @@ import platform
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -19,8 +23,29 @@ from typing import Any
 
 import sensorium
 from sensorium.cluster.channel import Frames
-from sensorium.cluster.python_process import CLOSE_S, HostedProcess
+from sensorium.cluster.python_process import CLOSE_S, HostedProcess, PythonProcess, Variables
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
+
+PROBE_S = 10.0
+CONNECT_S = 60.0
+QUIET_S = 20.0  # how long a wait for actors to be placed is not reported
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+CAUSE = re.compile(r"[\w.]*(Error|Exception)\b")
+CHECK = (
+    "Check that it runs ('ray status'), that its Python and Ray are the driver's, and that the driver has its token "
+    "(RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; RAY_AUTH_MODE=token where it is set otherwise)."
+)
+SESSION = re.compile(r"session_[\d_-]+_(\d+)")
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+TOKEN_FILE = Path(".ray/auth_token")  # of 'ray start', in the home directory
+
+_users = 0
+_ours = False  # whether the connection was made here, and not by our caller
+_lock = threading.Lock()
+
+
+Needs = Mapping[str, Mapping[str, float]]
+"""What a run needs from a cluster: for each resource (CPU, GPU), how many for which key of the recipe."""
 
 
 def versions() -> dict[str, str]:
@@ -33,7 +58,7 @@ def versions() -> dict[str, str]:
 
 
 def refuse_other_versions(found: Mapping[str, str], what: str, lost: type[SensoriumError]) -> None:
-    """Refuse a process that runs another version of Python, torch or of this package than this one."""
+    """Refuse a process that runs another version of Python, torch or this package than the driver."""
     own_versions = versions()
     for name, version in found.items():
         if version != (own := own_versions[name]):
@@ -43,37 +68,10 @@ def refuse_other_versions(found: Mapping[str, str], what: str, lost: type[Sensor
             )
 
 
-# Every wait is bounded: Ray itself asks an address that does not answer for minutes.
-
-
-PROBE_S = 10.0
-CONNECT_S = 60.0
-QUIET_S = 20.0
-"""How long it is not told that actors wait to be placed."""
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-CAUSE = re.compile(r"[\w.]*(Error|Exception)\b")
-CHECK = (
-    "Check that it runs ('ray status'), that its Python and Ray are the driver's, and that the driver has its token "
-    "(RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; RAY_AUTH_MODE=token where it is set otherwise)."
-)
-SESSION = re.compile(r"session_[\d_-]+_(\d+)")
-TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-TOKEN_FILE = Path(".ray/auth_token")
-"""Where 'ray start' keeps a token that it made, in the home directory."""
-
-_users = 0
-_ours = False  # whether it was connected to here, and not by who called us
-_lock = threading.Lock()
-
-
-Needs = Mapping[str, Mapping[str, float]]
-"""What a run wants of a cluster: by resource (CPU, GPU), how many for which key of the recipe."""
-
-
 def connect(address: str, needs: Needs) -> Any:
     """Ray, connected to the cluster at ``address``, or to one that is started here with as many CPUs as are needed.
 
-    A cluster that is too small is refused. Each call is answered by one of ``disconnect``.
+    A cluster that is too small is refused. Each call needs a later call of ``disconnect``.
     """
     global _users, _ours
     refuse_without_ray()
@@ -97,23 +95,36 @@ def connect(address: str, needs: Needs) -> Any:
     return ray
 
 
+def disconnect() -> None:
+    """Leave the cluster; with its last user, one that was started here ends. A caller's own connection stays."""
+    global _users, _ours
+    import ray
+
+    with _lock:
+        _users = max(0, _users - 1)
+        if _ours and not _users and ray.is_initialized():
+            ray.shutdown()
+            _ours = False
+
+
 def _before_import(address: str) -> None:
-    # Or a thread that asks an actor too late, when the cluster was left, starts a new one.
+    # Without this, a thread that asks an actor after the cluster was left would start a new one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     if address:
         send_token()
 
 
 def send_token() -> None:
-    """Have Ray send the token that there is, if any. To an address by name it would send none; a cluster without tokens
-    takes it as well. To be called before Ray is imported.
+    """Before Ray is imported: make it send an existing token, also to an address by name, for which it would send none.
+
+    A cluster without tokens accepts it as well.
     """
     if any(os.environ.get(name) for name in TOKENS) or (Path.home() / TOKEN_FILE).exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def refuse_without_ray() -> None:
-    """Refuse to place anything by Ray where it is not installed; loads nothing."""
+    """Refuse to place anything by Ray where it is not installed; imports nothing."""
     if (sys.modules["ray"] if "ray" in sys.modules else find_spec("ray")) is None:
         raise RecipeError(
             "cluster.placement is 'ray', and the package ray is not installed: pip install 'sensorium[ray]', or use "
@@ -121,8 +132,20 @@ def refuse_without_ray() -> None:
         )
 
 
+def refuse_small(resources: Mapping[str, float], needs: Needs) -> None:
+    """Refuse a cluster that could never place what is needed."""
+    for resource, by_key in needs.items():
+        wanted, has = sum(by_key.values()), resources.get(resource, 0)
+        if has < wanted:
+            keys = ", ".join(f"{key} {count:g}" for key, count in by_key.items() if count)
+            raise RecipeError(
+                f"the Ray cluster has {has:g} {resource}s, and the recipe's cluster section needs {wanted:g} ({keys}). Ask "
+                "for fewer, or add machines to the cluster."
+            )
+
+
 def unanswered(address: str) -> str:
-    """Why nobody can be reached at an address, if so; "auto" is for Ray to look for, which it does at once."""
+    """Why nobody can be reached at an address; "" if somebody can, or for "auto", which Ray resolves itself."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host:
         return ""
@@ -130,16 +153,16 @@ def unanswered(address: str) -> str:
         if not 0 < int(port) < 65536:  # the system would take it modulo 65536
             return f"there is no port {port}"
         socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-    except (OSError, ValueError) as error:  # UnicodeError, of a name that is none, is a ValueError
+    except (OSError, ValueError) as error:  # UnicodeError, for an impossible name, is a ValueError
         return str(error)
     return ""
 
 
 def unfound() -> str:
-    """Why Ray, asked for the cluster that runs on this machine ("auto"), would find none, if so."""
+    """Why Ray would find no running cluster on this machine ("auto"); "" if it would."""
     try:
         from ray._private.services import canonicalize_bootstrap_address
-    except ImportError:  # another version of Ray: what it finds is seen by a run
+    except ImportError:  # another version of Ray: the run itself will show
         return ""
     try:
         address = canonicalize_bootstrap_address("auto")
@@ -155,108 +178,48 @@ def found_cluster() -> str:
         from ray._private.services import canonicalize_bootstrap_address
 
         address = canonicalize_bootstrap_address("auto")
-    except (ImportError, OSError, ValueError):  # a run is refused with the reason
+    except (ImportError, OSError, ValueError):  # the run will be refused with the reason
         return ""
-    return f"cluster.address 'auto' is the Ray cluster at {address}, {starter(address)}" if address else ""
+    return f"cluster.address 'auto' is the Ray cluster at {address}, {_starter(address)}" if address else ""
 
 
-def starter(address: str) -> str:
-    """Who started the cluster at an address, as far as the processes of this machine tell.
+def _starter(address: str) -> str:
+    """Who started the cluster at an address, as far as the processes of this machine show.
 
-    Ray's own processes name the address and a session, which ends in the id of the process that began it. They are its
-    children where a program started the cluster for itself; 'ray start' has ended.
+    The command lines of Ray's own processes have the address and a session, which ends in the id of the process that began
+    it. If a program started the cluster for itself, they are its children; 'ray start' has ended.
     """
     if os.environ.get("RAY_ADDRESS"):
         return "which RAY_ADDRESS names."
     sessions = set()
-    for place in Path("/proc").glob("[0-9]*"):
-        command = _words(place)
-        found = SESSION.search(command)
-        if found and f"--gcs-address={address}" in command.split():
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):  # it has ended
+            command = _command(process)
+            found = SESSION.search(command)
+            if not found or f"--gcs-address={address}" not in command.split():
+                continue
             sessions.add(found[0])
-            if _parent(place) == found[1]:
-                started = _words(Path("/proc") / found[1])[:200]
-                return f"which process {found[1]} started for itself ({started}) and which ends with it."
+            parent = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            if parent == found[1]:
+                started = _command(Path("/proc") / parent)[:200]
+                return f"which process {parent} started for itself ({started}) and which ends with it."
     began = f" (session {min(sessions)})" if sessions else ""
-    return f"which was started by 'ray start', or by a process that is not seen from here{began}."
+    return f"which was started by 'ray start', or by a process that is not visible from here{began}."
 
 
-def _words(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:  # it has ended
-        return ""
-
-
-def _parent(process: Path) -> str:
-    try:
-        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-    except (OSError, IndexError):
-        return ""
-
-
-def disconnect() -> None:
-    """Leave the cluster; with its last user, one that was started here ends. One that was connected before us stays."""
-    global _users, _ours
-    import ray
-
-    with _lock:
-        _users = max(0, _users - 1)
-        if _ours and not _users and ray.is_initialized():
-            ray.shutdown()
-            _ours = False
-
-
-def refuse_small(resources: Mapping[str, float], needs: Needs) -> None:
-    """Refuse a cluster that could never place what is needed."""
-    for resource, by_key in needs.items():
-        wanted, has = sum(by_key.values()), resources.get(resource, 0)
-        if has < wanted:
-            keys = ", ".join(f"{key} {count:g}" for key, count in by_key.items() if count)
-            raise RecipeError(
-                f"the Ray cluster has {has:g} {resource}s, and the recipe's cluster section needs {wanted:g} ({keys}). Ask "
-                "for fewer, or add machines to the cluster."
-            )
-
-
-def first_answers(ray: Any, references: Sequence[Any], limit_s: float, what: str, each: str) -> list[Any]:
-    """What actors answer first, which they do when Ray has placed and started them; raises what Ray raises.
-
-    A long wait is told while it lasts: ``what`` are the actors, ``each`` is what one of them needs.
-    """
-    until = time.monotonic() + limit_s
-    _, waiting = ray.wait(list(references), num_returns=len(references), timeout=min(QUIET_S, limit_s))
-    if waiting and limit_s > QUIET_S:
-        missing = f" ({len(waiting)} of {len(references)} are missing)" if len(references) > 1 else ""
-        warnings.warn(
-            f"Ray has not started {what} in {QUIET_S:g} s{missing}; the wait goes on until {limit_s:g} s are over "
-            f"(cluster.start_s). Each needs {each}; free now, without what is set aside for those that are just starting: "
-            f"{free(ray)}. 'ray status' says who uses the cluster.",
-            stacklevel=2,
-        )
-    return list(ray.get(list(references), timeout=max(0.0, until - time.monotonic())))
-
-
-def free(ray: Any) -> str:
-    """What nobody uses of a cluster, in words."""
-    now = ray.available_resources()
-    return ", ".join(f"{now.get(resource, 0):g} {resource}s" for resource in ("CPU", "GPU"))
-
-
-def short(error: BaseException) -> str:
-    """The first line of an error of Ray; where that hides another error, its last line, which has the cause."""
-    text = COLOURS.sub("", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    cause = lines[-1:] if len(lines) > 1 and CAUSE.match(lines[-1]) else []
-    return " ".join(line.rstrip(".") + "." for line in [*lines[:1], *cause])
+def _command(process: Path) -> str:
+    return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def _open(ray: Any, address: str, cpus: int) -> None:
     given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if not address:
-        # "local", or Ray would take the cluster that RAY_ADDRESS names.
+        # "local": otherwise Ray would take the cluster that RAY_ADDRESS names.
         given |= {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
-        _call(lambda: ray.init(**given), "a Ray cluster on this machine")
+        try:
+            ray.init(**given)
+        except Exception as error:  # RuntimeError, ConnectionError, ValueError and others
+            raise RecipeError(f"a Ray cluster on this machine cannot be used: {short(error)} {CHECK}") from error
         return
     where = f"the Ray cluster at cluster.address '{address}'"
     if problem := unanswered(address):
@@ -265,34 +228,51 @@ def _open(ray: Any, address: str, cpus: int) -> None:
     done = threading.Event()
 
     def init() -> None:
-        logging.getLogger("ray._private.worker").addFilter(_not_of_threads)
+        # Ray remarks that it cannot handle SIGTERM outside of the main thread. It should not.
+        about_sigterm = "SIGTERM handler is not set"
+        logging.getLogger("ray._private.worker").addFilter(lambda one: not one.getMessage().startswith(about_sigterm))
         try:
             ray.init(address=address, **given)
         except BaseException as error:
             failed.append(error)
         done.set()
 
-    threading.Thread(target=init, name="ray", daemon=True).start()  # one that hangs is not waited for
+    threading.Thread(target=init, name="ray", daemon=True).start()  # if it hangs, nobody waits for it
     if not done.wait(CONNECT_S):
-        raise RecipeError(f"{where} takes connections, and did not answer within {CONNECT_S:g} s. {CHECK}")
+        raise RecipeError(f"{where} accepts connections, and did not answer within {CONNECT_S:g} s. {CHECK}")
     if failed:
         raise RecipeError(f"{where} cannot be used: {short(failed[0])} {CHECK}") from failed[0]
 
 
-def _call(init: Any, where: str) -> None:
-    try:
-        init()
-    except Exception as error:  # Ray raises what it likes: RuntimeError, ConnectionError, ValueError
-        raise RecipeError(f"{where} cannot be used: {short(error)} {CHECK}") from error
+def short(error: BaseException) -> str:
+    """The first line of an error of Ray, and its last line where that names the cause."""
+    text = COLOURS.sub("", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    cause = lines[-1:] if len(lines) > 1 and CAUSE.match(lines[-1]) else []
+    return " ".join(line.rstrip(".") + "." for line in [*lines[:1], *cause])
 
 
-def _not_of_threads(record: logging.LogRecord) -> bool:
-    """False for Ray's remark that it cannot handle SIGTERM outside of the main thread: it is not to."""
-    return not record.getMessage().startswith("SIGTERM handler is not set")
+def first_answer(ray: Any, reference: Any, limit_s: float, what: str, each: str) -> Any:
+    """The first answer of an actor, which comes when Ray has placed and started it; raises what Ray raises.
+
+    A long wait is reported while it lasts: ``what`` is the actor, ``each`` what it needs.
+    """
+    until = time.monotonic() + limit_s
+    _, waiting = ray.wait([reference], timeout=min(QUIET_S, limit_s))
+    if waiting and limit_s > QUIET_S:
+        warnings.warn(
+            f"Ray has not started {what} in {QUIET_S:g} s; the wait goes on until {limit_s:g} s are over "
+            f"(cluster.start_s). Each needs {each}; free now, without what is reserved for those that are starting: "
+            f"{_free(ray)}. 'ray status' shows who uses the cluster.",
+            stacklevel=2,
+        )
+    return ray.get(reference, timeout=max(0.0, until - time.monotonic()))
 
 
-# The actor holds the place (a CPU, a GPU); what works is the same process that ``ThisMachine`` would start. If the actor
-# dies the process reads that its driver hung up, and ends; if the process dies the actor tells how.
+def _free(ray: Any) -> str:
+    """The unused resources of a cluster, in words."""
+    now = ray.available_resources()
+    return ", ".join(f"{now.get(resource, 0):g} {resource}s" for resource in ("CPU", "GPU"))
 
 
 CALLS_AT_ONCE = 8
@@ -300,30 +280,32 @@ ANSWER_S = 60.0
 
 
 class ProcessActor:
-    """Starts one process on its machine. Calls of different kinds overlap: one may wait while another sends."""
+    """Reserves resources (a CPU, a GPU) and starts one process on its machine, the same as ``ThisMachine`` would start.
+
+    Calls of different kinds overlap: one may wait while another sends. If the actor dies, the process reads that its
+    driver hung up, and ends; if the process dies, the actor reports how.
+    """
 
     def __init__(self) -> None:
         self._process: Any = None
         self._frames: list[Frames] = []
 
-    def start(self, module: str, channels: int, environment: dict[str, str], own_group: bool) -> int:
-        """Start it; its process id."""
-        import tempfile
-
-        from sensorium.cluster.python_process import ThisMachine
+    def start(self, module: str, channels: int, variables: dict[str, str], own_group: bool) -> tuple[int, str]:
+        """Start it; its process id, and the address of this machine."""
+        import ray
 
         self._folder = tempfile.TemporaryDirectory(prefix="sensorium-actor-")
         log = Path(self._folder.name) / "log.txt"
-        self._process, self._frames = ThisMachine().start(module, channels, log, environment, own_group=own_group)
-        pid: int = self._process.pid
-        return pid
+        self._process = PythonProcess(module, channels, log, variables, own_group=own_group)
+        self._frames = self._process.frames
+        return self._process.pid, ray.util.get_node_ip_address()
 
     def versions(self) -> dict[str, str]:
-        """What runs here."""
+        """The versions of what runs here."""
         return versions()
 
     def send(self, number: int, body: bytes, limit_s: float | None) -> str:
-        """Pass a message on; "" or what kept it."""
+        """Forward a message; "" or what prevented it."""
         try:
             self._frames[number].send(body, limit_s)
         except TimeoutError:
@@ -344,37 +326,32 @@ class ProcessActor:
         self._frames[number].close()
 
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return bool(self._process.alive)
 
-    def end(self, after_s: float) -> None:
-        """End it."""
-        self._process.end(after_s)
-
-    def ending(self) -> str:
-        """How it ended."""
-        return str(self._process.ending())
-
     def log_text(self) -> str:
-        """What it printed."""
+        """What the process has printed."""
         return str(self._process.log_text())
 
-    def remove(self) -> None:
-        """Remove the log: nobody asks for anything more."""
+    def end(self, after_s: float) -> tuple[str, str]:
+        """End the process: how it ended, and what it printed. The log is removed."""
+        self._process.end(after_s)
+        found = self._process.ending(), self._process.log_text()
         self._folder.cleanup()
+        return found
 
 
 class RayHost:
-    """Starts processes by actors with these resources each. ``folder`` is seen by all machines of the cluster.
+    """Starts processes by actors with these resources each. ``folder`` is visible to all machines of the cluster.
 
-    ``needs`` is what the whole run wants of the cluster (``refuse_small``). ``lost`` is the error of a process that cannot
-    be placed, ``what`` its name in that.
+    ``needs`` is what the whole run needs from the cluster. ``lost`` is the error for a process that cannot be placed,
+    ``what`` its name in that error.
     """
 
     def __init__(
         self,
         address: str,
-        needs: Mapping[str, Mapping[str, float]],
+        needs: Needs,
         folder: Path | None,
         what: str,
         lost: type[SensoriumError],
@@ -394,33 +371,27 @@ class RayHost:
         self._actor = self._ray.remote(ProcessActor).options(**options)
 
     def start(
-        self,
-        module: str,
-        channels: int,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        *,
-        own_group: bool = False,
+        self, module: str, channels: int, log: Path, variables: Variables = None, *, own_group: bool = False
     ) -> tuple[HostedProcess, list[Frames]]:
         """Have an actor placed, refuse one with other versions, and let it start the process."""
         ray, actor = self._ray, self._actor.remote()
         try:
-            told = first_answers(ray, [actor.versions.remote()], self._start_s, self._what, self._each)[0]
-            refuse_other_versions(told, self._what, self._lost)
-            pid = ray.get(actor.start.remote(module, channels, dict(environment or {}), own_group), timeout=ANSWER_S)
+            found = first_answer(ray, actor.versions.remote(), self._start_s, self._what, self._each)
+            refuse_other_versions(found, self._what, self._lost)
+            started = actor.start.remote(module, channels, dict(variables or {}), own_group)
+            pid, address = ray.get(started, timeout=ANSWER_S)
         except BaseException as error:
             with suppress(Exception):
                 ray.kill(actor)
             if isinstance(error, ray.exceptions.GetTimeoutError):
                 raise self._lost(
                     f"Ray did not place {self._what} within {self._start_s:g} s (cluster.start_s): others use the cluster, "
-                    f"or it is too small. Free now: {free(ray)}; 'ray status' has more."
+                    f"or it is too small. Free now: {_free(ray)}; 'ray status' has more."
                 ) from error
             if isinstance(error, ray.exceptions.RayError):
                 raise self._lost(f"{self._what} could not be started by Ray: {short(error)}") from error
             raise
-        process = RayProcess(ray, actor, pid)
-        return process, [RayFrames(ray, actor, number) for number in range(channels)]
+        return RayProcess(ray, actor, pid, address), [RayFrames(ray, actor, number) for number in range(channels)]
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -430,36 +401,31 @@ class RayHost:
 class RayProcess:
     """A process that an actor has started."""
 
-    def __init__(self, ray: Any, actor: Any, pid: int) -> None:
-        self._ray, self._actor, self.pid = ray, actor, pid
-        self._told = ""
+    def __init__(self, ray: Any, actor: Any, pid: int, address: str) -> None:
+        self._ray, self._actor, self.pid, self.address = ray, actor, pid, address
+        self._ending = self._log = ""
 
     @property
     def alive(self) -> bool:
-        """True until it, or its actor, has ended."""
-        return bool(self._ask(lambda: self._actor.alive.remote(), False))
+        return not self._ending and bool(self._ask(lambda: self._actor.alive.remote(), False))
 
     def end(self, after_s: float = 0.0) -> None:
         """End it, and its actor."""
-        if not self._told:
-            silent = object()
-            if self._ask(lambda: self._actor.end.remote(after_s), silent, after_s + ANSWER_S) is silent:
-                self._told, self._log = "is gone with its actor of Ray, or that does not answer", ""
-            else:
-                self._told = self._ask(lambda: self._actor.ending.remote(), "is gone with its actor of Ray")
-                self._log = str(self._ask(lambda: self._actor.log_text.remote(), ""))
-                self._ask(lambda: self._actor.remove.remote(), None)
+        if not self._ending:
+            unanswered = "is gone with its actor of Ray, or that does not answer", ""
+            limit_s = after_s + 2 * ANSWER_S  # a group takes a while to end
+            self._ending, self._log = self._ask(lambda: self._actor.end.remote(after_s), unanswered, limit_s)
         with suppress(Exception):
             self._ray.kill(self._actor)
 
     def ending(self) -> str:
-        """How it ended; one that is still ending is waited for."""
+        """How it ended, as the end of a sentence; one that is still ending is waited for."""
         self.end(CLOSE_S)
-        return self._told
+        return self._ending
 
     def log_text(self) -> str:
         """What it printed, as far as its actor could tell."""
-        return self._log if self._told else str(self._ask(lambda: self._actor.log_text.remote(), ""))
+        return self._log if self._ending else str(self._ask(lambda: self._actor.log_text.remote(), ""))
 
     def _ask(self, call: Callable[[], Any], otherwise: Any, limit_s: float = ANSWER_S) -> Any:
         try:
@@ -469,7 +435,7 @@ class RayProcess:
 
 
 class RayFrames:
-    """Messages that an actor passes on."""
+    """Messages that an actor forwards."""
 
     def __init__(self, ray: Any, actor: Any, number: int) -> None:
         self._ray, self._actor, self._number = ray, actor, number
@@ -480,16 +446,16 @@ class RayFrames:
         """Send by the actor."""
         with self._sending:
             try:
-                told = self._get(lambda: self._actor.send.remote(self._number, body, limit_s), limit_s)
+                problem = self._get(lambda: self._actor.send.remote(self._number, body, limit_s), limit_s)
             except EOFError as error:
                 raise BrokenPipeError(str(error)) from error
-        if told == "timeout":
-            raise TimeoutError("the process does not take the message")
-        if told:
-            raise BrokenPipeError(told)
+        if problem == "timeout":
+            raise TimeoutError("the process does not accept the message")
+        if problem:
+            raise BrokenPipeError(problem)
 
     def receive(self, limit_s: float | None = None) -> bytes:
-        """The next message; one that did not come in time is still waited for by the next call."""
+        """The next message; after a timeout, the next call goes on waiting for the same one."""
 
         def asked() -> Any:
             self._pending = self._pending or self._actor.receive.remote(self._number)

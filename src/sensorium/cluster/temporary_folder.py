@@ -1,7 +1,7 @@
-"""A folder of this process: among temporary files, or in the machine's shared memory, for other processes of the machine.
+"""This process's folder among temporary files, or in shared memory, for other processes of the machine.
 
-Each such folder is locked by its process as long as that lives, however it ends. So what a killed process left there, whole
-models or a service's media, is known for that and removed by the next one: nobody else would, and it takes room.
+Each such folder is locked by its process as long as that lives, however it ends. So the next process recognizes and removes
+what a killed one left there: whole models, or a service's media.
 """
 
 import atexit
@@ -15,12 +15,12 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "sensorium-own-", "lock"
 
+# By process and place: the folder, and the lock that stays open. A fork makes its own.
 _made: dict[tuple[int, Path], tuple[Path, int]] = {}
-"""By process and place: the folder, and the lock that stays open. A fork makes its own."""
 
 
 def temporary_folder() -> Path:
-    """The folder of this process among temporary files; it goes when the process ends, or after it if that is killed."""
+    """The folder of this process among temporary files; removed when the process ends, or later if it is killed."""
     return _own(Path(tempfile.gettempdir()))
 
 
@@ -30,10 +30,9 @@ def memory_folder(size: int) -> Path | None:
         return None
     try:
         folder = _own(SHARED_MEMORY)
-        roomy = shutil.disk_usage(SHARED_MEMORY).free > 2 * size
-    except OSError:  # not even a folder has room
+        return folder if shutil.disk_usage(SHARED_MEMORY).free > 2 * size else None
+    except OSError:  # no room even for a folder
         return None
-    return folder if roomy else None
 
 
 def _own(place: Path) -> Path:
@@ -46,7 +45,7 @@ def _own(place: Path) -> Path:
 
 
 def _make(place: Path) -> tuple[Path, int]:
-    """A locked folder: it has its name only once it is locked, or another process might take it for one left behind."""
+    """A locked folder. It gets its name only once it is locked, or another process might remove it."""
     draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
     lock = os.open(draft / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

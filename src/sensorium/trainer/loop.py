@@ -21,6 +21,7 @@ from sensorium.cluster.event_loop import set_aside, set_aside_more
 from sensorium.data.planner import Planner
 from sensorium.evaluation.summary import summary_metrics
 from sensorium.kernels.compile_time import take_untold_seconds
+from sensorium.kernels.fallbacks import given_up
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.learner_protocol import RunLearner
 from sensorium.recipe.names import resolve
@@ -183,7 +184,7 @@ class Trainer:
             groups,
             collected.fates,
             unanswered(self.session.scorer, groups),
-            self.session.given_up,
+            given_up(),
             await self._unrewarded_demonstrations(groups),
         )
 
@@ -241,7 +242,7 @@ class Trainer:
         self.ledger.advance(step, "trained")
         failed = len(groups) - len(played)
         row = learned | {"episodes/failed": failed} | skip_metrics(drawn.skipped, long) | clock.metrics(groups)
-        return row, Evidence(tuple(groups), given_up=self.session.given_up)
+        return row, Evidence(tuple(groups), given_up=given_up())
 
     def _look_ahead(self, played: int) -> None:
         """Begin to read the tasks of the step after the last one that was played, and to decode their media."""

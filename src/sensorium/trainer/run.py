@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sensorium.assembly.determinism import settle
+from sensorium.assembly.determinism import make_deterministic
 from sensorium.assembly.local_learner import LearnerMaker, local_learner
 from sensorium.assembly.memory import memory_exhausted, memory_note
 from sensorium.assembly.models import load_trained, recorded_sampling, write_source
@@ -92,7 +92,7 @@ def open_trainer(
 
     The learner is the one of this process, unless another is made.
     """
-    settle(recipe)
+    make_deterministic(recipe)
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
     last, found = _last_good(recipe, directory, checkpoints) if resume else (None, [])
     ledger = Ledger(directory.ledger)

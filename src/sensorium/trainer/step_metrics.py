@@ -10,6 +10,7 @@ import torch
 from sensorium.assembly.session import Session
 from sensorium.cluster.pool import WorkerPool
 from sensorium.kernels.compile_time import compile_seconds
+from sensorium.kernels.fallbacks import fallbacks
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, masked, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status
@@ -23,7 +24,7 @@ class Clock:
         self.session, self.announce = session, announce
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = {}
-        self.patches, self.compiled = session.patches, compile_seconds()
+        self.patches, self.compiled = session.policy.counters.patches, compile_seconds()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -46,9 +47,9 @@ class Clock:
             row["time/compile_s"] = compiled
         row["throughput/episodes_per_s"] = len(episodes) / whole
         row["throughput/tokens_per_s"] = sum(e.sampled_tokens for e in episodes) / whole
-        row["throughput/patches_per_s"] = (self.session.patches - self.patches) / whole
-        if self.session.fallbacks:
-            row["throughput/fallbacks"] = self.session.fallbacks
+        row["throughput/patches_per_s"] = (self.session.policy.counters.patches - self.patches) / whole
+        if fallbacks():
+            row["throughput/fallbacks"] = fallbacks()
         row["memory/peak_gib"] = peak_memory_gib()
         return row
 
@@ -158,13 +159,13 @@ class MediaMeter:
     """What media cost, from row to row of a run; of a policy that only reads there is nothing to tell."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._before = session, session.media_counts
+        self._session, self._before = session, session.policy.media_counts
         self._row: dict[str, float] = {}
         self._told_gib = FIRST_TOLD_GIB
 
     def lap(self, name: str = "media") -> None:
         """Put what was counted since the last lap under a name, on top of what stands there in this row already."""
-        now = self._session.media_counts
+        now = self._session.policy.media_counts
         for key, count in now.since(self._before).items():
             self._row[f"{name}/{key}"] = self._row.get(f"{name}/{key}", 0) + count
         self._before = now
@@ -174,7 +175,7 @@ class MediaMeter:
         """What media cost within this is in no row."""
         self.lap()
         yield
-        self._before = self._session.media_counts
+        self._before = self._session.policy.media_counts
 
     def notes(self) -> list[str]:
         """What to say of the media store: nothing, or that it has grown to twice what was last said."""
@@ -195,7 +196,7 @@ class MediaMeter:
         row, self._row = self._row, {}
         sizes = {f"media/{key}": size for key, size in self._before.sizes.items()}
         sizes["media/store_gib"] = self._session.store.stored_bytes / GIB
-        return row | sizes if len(self._session.modalities) > 1 else {}
+        return row | sizes if len(self._session.policy.chat.modalities) > 1 else {}
 
 
 def _sum_of_parts(episode: Episode, term: str) -> float | None:

@@ -77,7 +77,7 @@ class Blanking:
             return media
         if media not in self._blanks:
             shown = self.session.rollout.chat.shown(media)
-            self._blanks[media] = make(shown, self.session.decoder, self.session.store)
+            self._blanks[media] = make(shown, self.session.policy.chat.decoder, self.session.store)
         return self._blanks[media]
 
 
