@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.cluster.channel import Channel
+from sensorium.cluster.channel import PickledChannel
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.process.child import serve
 from sensorium.engines.process.parent import ProcessEngine
@@ -36,11 +36,11 @@ def engine(benches: Any, fork_server: ForkServer) -> Iterator[ProcessEngine]:
     engine = ProcessEngine(benches("qwen2_5_omni").policy)
     with forked_python(fork_server):
         engine.start()
-    child = engine._child
+    child = engine._process
     yield engine
     engine.close()
     assert child is not None
-    assert not child.python.alive
+    assert not child.alive
 
 
 def talk(bench: Bench, engine: Any, turns: int = 2) -> list[Segment]:
@@ -180,13 +180,13 @@ def test_a_child_whose_parent_died_leaves_nothing_behind(tmp_path: Path) -> None
 
     def child() -> None:
         try:
-            serve(Channel(theirs))
+            serve(PickledChannel(theirs))
         except EOFError as error:
             ended.append(error)
 
     thread = threading.Thread(target=child)
     thread.start()
-    parent = Channel(ours)
+    parent = PickledChannel(ours)
     parent.send({"do": "start", "temporary": str(folder)})
     assert "error" in parent.receive(), "no model is described, so none is built"
     assert folder.exists()

@@ -14,26 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.engines.native.response_rows import StopStrings
-from sensorium.engines.options import check_vllm_options
+from sensorium.engines.options import check_vllm_options, completed_vllm
 from sensorium.engines.options import check_writer_options as check_native_options
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.vllm import recipe_checks
-from sensorium.engines.vllm import recipe_checks as known_arguments
-from sensorium.engines.vllm import recipe_checks as versions
 from sensorium.engines.vllm import vllm_engine as engine_module
 from sensorium.engines.vllm.actor import Actor
 from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
+from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
 from sensorium.engines.vllm.prompts import EnginePrompt, RequestSender, check_prompt, lay_out, tower_fields
 from sensorium.engines.vllm.recipe_checks import check_arguments, installed_version, look_at, refuse_dtype, version_of
-from sensorium.engines.vllm.vllm_engine import (
-    Difference,
-    EngineSettings,
-    OneKindAtATime,
-    difference,
-    make_probes,
-    policy_logprobs,
-    refuse_apart,
-)
+from sensorium.engines.vllm.vllm_engine import OneKindAtATime, backend_of
 from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
 from sensorium.recipe.names import wrong_options
@@ -44,16 +35,9 @@ from sensorium.vocabulary.errors import EngineError, EngineLost, RecipeError, Sp
 from .conftest import Bench
 
 
-class Stored:
-    """A bench's chat processor as a source of layouts."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.layout, self.extent = bench.policy.chat.layout, bench.policy.chat.prepared.extent
-
-
 def prompt_of(bench: Bench, *content: Any) -> EnginePrompt:
     chat = bench.policy.chat
-    return lay_out(Stored(bench), chat.media_format, [chat.render([user(*content)])])
+    return lay_out(chat.layout, chat.prepared.extent, chat.media_format, [chat.render([user(*content)])])
 
 
 def check(bench: Bench, prompt: EnginePrompt, limit: int = 4096) -> None:
@@ -107,7 +91,7 @@ def test_a_request_that_would_end_vllm_is_refused(benches: Callable[[str], Bench
         check(bench, replace(prompt, media=()))
     with pytest.raises(EngineError, match="is empty"):
         check(bench, EnginePrompt((), ()))
-    with pytest.raises(SpanMismatch, match="no placeholders"):
+    with pytest.raises(SpanMismatch, match="placeholders"):
         check(bench, replace(prompt, media=(replace(placed, start=placed.start - 1, runs=((placed.start - 1, 1),)),)))
     with pytest.raises(SpanMismatch, match="overlap"):
         check(bench, replace(prompt, media=(placed, placed)))
@@ -182,7 +166,7 @@ def test_versions_differ_by_a_small_table(monkeypatch: pytest.MonkeyPatch) -> No
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions, "version", absent)
+    monkeypatch.setattr(recipe_checks, "version", absent)
     with pytest.raises(EngineError, match=r"not installed: pip install 'sensorium\[vllm\]'"):
         installed_version()
 
@@ -293,10 +277,10 @@ def test_arguments_are_held_against_those_that_vllm_declares(tmp_path: Path) -> 
 def test_the_dry_run_checks_arguments_of_vllm_or_says_that_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = {"name": "vllm", "options": {"engine_args": {"enforce_eagr": True}}}
     recipe = recipe_of(rollout={"engine": engine, "schedule": "eager"})
-    monkeypatch.setattr(known_arguments, "find_spec", lambda name: None)
+    monkeypatch.setattr(recipe_checks, "find_spec", lambda name: None)
     assert "engine_args were not checked" in " ".join(look_at(recipe))
-    monkeypatch.setattr(known_arguments, "argument_types", lambda source: {"enforce_eager": "bool"})
-    monkeypatch.setattr(known_arguments, "_source", lambda: Path(__file__))
+    monkeypatch.setattr(recipe_checks, "argument_types", lambda source: {"enforce_eager": "bool"})
+    monkeypatch.setattr(recipe_checks, "_source", lambda: Path(__file__))
     with pytest.raises(RecipeError, match=r"engine_args: vLLM has no argument 'enforce_eagr'; .* \(vLLM 0\.32\.0 is inst"):
         list(look_at(recipe))
 
@@ -342,12 +326,13 @@ def test_a_tower_with_adapters_is_shown_one_kind_at_a_time() -> None:
 
 
 def test_how_weights_get_there_follows_from_where_learner_and_engine_are() -> None:
-    settings = EngineSettings(1, None, 1, 0.4, None, 1, "auto", {})
-    assert settings.backend("cpu") == FILE
-    assert settings.backend("cuda") == SHARED
-    assert replace(settings, tensor_parallel=2).backend("cuda") == FILE, "one of its GPUs is the learner's too"
-    assert replace(settings, own_device=True).backend("cuda") == BROADCAST
-    assert replace(settings, push="broadcast").backend("cpu") == BROADCAST
+    options = completed_vllm({})
+    assert backend_of(options, "cpu", own_device=False) == FILE
+    assert backend_of(options, "cuda", own_device=False) == SHARED
+    two = options | {"tensor_parallel": 2}
+    assert backend_of(two, "cuda", own_device=False) == FILE, "one of its GPUs is the learner's too"
+    assert backend_of(options, "cuda", own_device=True) == BROADCAST
+    assert backend_of(options | {"push": "broadcast"}, "cpu", own_device=False) == BROADCAST
 
 
 class BrokenActor:
@@ -369,7 +354,6 @@ def test_an_engine_whose_push_failed_is_lost(benches: Callable[[str], Bench], mo
     engine = engine_module.VllmEngine(policy)
     assert not engine.capabilities.deterministic
     engine._sender = RequestSender(policy.chat, version_of("0.32.0", on_cpu=True), actor, 64)  # type: ignore[arg-type]
-    engine._backend = FILE
     with pytest.raises(EngineLost, match="push of weights of version 3 into vLLM failed: no room"):
         engine.update_weights(policy, 3)
     assert actor.lost is not None

@@ -33,7 +33,6 @@ def received(meeting: Meeting, rank: int, described: "Future[list[Described]]") 
 
 @pytest.mark.parametrize("limit", [16, weight_group.BUFFER])
 def test_all_receivers_have_what_was_sent(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_group, "BUFFER", limit)
     monkeypatch.setattr(buffers, "__defaults__", (limit,))
     sender = WeightSender("127.0.0.1", 2, CPU, 60.0)
     told: Future[list[Described]] = Future()

@@ -1,35 +1,34 @@
-"""Bounds of the numbers that engines take as options; torch-free."""
+"""Options of engines: their bounds and defaults, and what an engine must be able to do for a recipe. Torch-free."""
 
 from collections.abc import Mapping
 from math import isfinite
 from typing import Any, Literal, TypedDict
 
 from sensorium.engines.protocol import Capabilities
+from sensorium.recipe.plan import VLLM_SHARE
 from sensorium.recipe.schema import RolloutSection
 from sensorium.vocabulary.errors import RecipeError
 
-MOST_S = 1e7
-"""Seconds that any wait may be given, some hundred days: clocks and sockets overflow at much more."""
+MOST_S = 1e7  # the longest wait, about a hundred days: clocks and sockets overflow at much more
 SECONDS = {"patience_s": (0.001, MOST_S), "start_s": (0.001, MOST_S), "reply_s": (0.001, MOST_S)}
 
 
 def check_limits(options: Mapping[str, Any], limits: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse what is no number, or none between the least and the most of its name. None stands for the default."""
+    """Refuse a value that is not a number within the bounds of its name. None means the default."""
     for name, (least, most) in limits.items():
         value = options.get(name)
         if value is None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if not number or value < least:
-            raise ValueError(f"{name} is {value!r}; it must be {least:g} at least")
-        if value > most:
-            raise ValueError(f"{name} is {value!r}; it must be {most:g} at most")
+        if not number or not least <= value <= most:
+            bound = f"{most:g} at most" if number and value > most else f"{least:g} at least"
+            raise ValueError(f"{name} is {value!r}; it must be {bound}")
 
 
 def refuse_unable(
     capabilities: Capabilities, section: RolloutSection, precision: str = "fast", *, lockstep: bool = True
 ) -> None:
-    """Raise for the first thing that a recipe's rollout section or ``model.precision`` asks for and its engine lacks."""
+    """Refuse a recipe whose rollout section or ``model.precision`` asks for what its engine cannot do."""
     engine = section.engine.name
     if precision == "matched" and not capabilities.matched:
         raise RecipeError(
@@ -58,15 +57,15 @@ def refuse_unable(
 
 
 class WriterOptions(TypedDict, total=False):
-    """What a recipe may say of them, each with a default in ``DEFAULTS``.
+    """Options of the native writer, with defaults in ``DEFAULTS``.
 
     ``max_rows`` responses are written at once, others wait. ``max_context`` is the longest thread, response included
-    (default: what the model allows). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between
-    turns (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``record`` lets decoding run
-    from recordings where they pay (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
-    graphs (see ``graphs``). ``compile``, on a GPU: lets steps of few rows attend in one launch (see ``row_attention``), if
-    ``record`` is true as well; the last bits differ. ``kv`` says how keys and values are held: a block of rows (on the
-    CPU), or pages with steps launched ahead (on a GPU).
+    (default: the model's). ``keep_bytes`` bounds the keys and values, and likewise the features, kept between turns
+    (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``record`` lets decoding run from
+    recordings where they are faster (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
+    graphs (see ``graphs``). ``compile``, on a GPU and with ``record``: steps of few rows attend in one launch (see
+    ``row_attention``); the last bits differ. ``kv`` says how keys and values are stored: a block of rows (on the CPU), or
+    pages with steps launched ahead (on a GPU).
     """
 
     max_rows: int
@@ -92,7 +91,7 @@ def check_writer_options(options: Mapping[str, Any]) -> None:
 
 
 def completed(options: WriterOptions, device: str, *, matched: bool = False) -> tuple[dict[str, Any], bool]:
-    """What the writer is made with, and whether keys and values are in pages: on CUDA, and with matched precision."""
+    """The writer's arguments, and whether keys and values are in pages: on CUDA, and with matched precision."""
     check_writer_options(options)
     full: dict[str, Any] = {**DEFAULTS, **options}
     kv = full.pop("kv")
@@ -104,20 +103,49 @@ def completed(options: WriterOptions, device: str, *, matched: bool = False) -> 
     return full, paged
 
 
+class VllmOptions(TypedDict, total=False):
+    """Options of the engine ``vllm``, with defaults in ``VLLM_DEFAULTS``.
+
+    ``max_rows`` responses are written at once. ``max_context`` is the longest thread, response included (default: the
+    model's). ``start_s`` bounds vLLM's start, ``reply_s`` every later answer; a vLLM that answers no request for so long
+    must give a sign of life. ``cache_gib`` is for keys and values on a CPU, ``gpu_share`` the part of a GPU's memory that
+    vLLM may take, weights included. ``eager`` runs without compiled graphs (default: on a CPU). ``push`` is how weights get
+    there: ``file``, ``broadcast``, or ``ipc`` where engine and learner share a GPU. ``parity_bound`` is the largest mean
+    difference of log-probs that counts as rounding (default: by dtype). ``restarts`` is how often a vLLM that died is
+    replaced; its open requests are then sampled again. ``engine_args`` go to vLLM as they are.
+    """
+
+    max_rows: int
+    max_context: int | None
+    start_s: float
+    reply_s: float
+    cache_gib: int
+    gpu_share: float
+    eager: bool | None
+    tensor_parallel: int
+    push: str
+    parity_bound: float | None
+    restarts: int
+    engine_args: Mapping[str, Any] | None
+
+
+VLLM_DEFAULTS: VllmOptions = {
+    "max_rows": 256, "max_context": None, "start_s": 600.0, "reply_s": 600.0, "cache_gib": 1, "gpu_share": VLLM_SHARE,
+    "eager": None, "tensor_parallel": 1, "push": "auto", "parity_bound": None, "restarts": 0, "engine_args": {},
+}  # fmt: skip
 PUSHES = ("auto", "file", "broadcast", "ipc")
 VLLM_LIMITS = {
     "max_rows": (1, 1e6), "max_context": (16, 1e9), "cache_gib": (1, 1e6), "gpu_share": (0.01, 1), "parity_bound": (0, 100),
     "restarts": (0, 1e6), "tensor_parallel": (1, 1024), **SECONDS,
 }  # fmt: skip
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for; an adapter takes the next larger one."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports; an adapter takes the next larger one
+# Arguments of vLLM that follow from the recipe: given by hand, they would make log-probs wrong or fail late.
 OURS = frozenset([
     "model", "tokenizer", "dtype", "seed", "logprobs_mode", "mm_device_do_normalize", "weight_transfer_config",
     "load_format", "enable_lora", "max_lora_rank", "max_loras", "enable_tower_connector_lora", "max_model_len",
     "max_num_seqs",
     "tensor_parallel_size", "gpu_memory_utilization", "skip_tokenizer_init",
 ])  # fmt: skip
-"""Arguments of vLLM that follow from the recipe: given by hand, they would make log-probs wrong or fail late."""
 
 
 def check_vllm_options(options: Mapping[str, Any]) -> None:
@@ -130,3 +158,10 @@ def check_vllm_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"engine_args is {given!r}; it must be a mapping of vLLM's own arguments")
     if taken := sorted(OURS & given.keys()):
         raise ValueError(f"engine_args names {taken[0]}, which this engine sets itself; leave it out")
+
+
+def completed_vllm(options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of the engine ``vllm``; those that are missing or None are the defaults."""
+    if unknown := sorted(options.keys() - VLLM_DEFAULTS.keys()):
+        raise TypeError(f"the engine vllm has no option '{unknown[0]}'")
+    return {**VLLM_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}

@@ -1,10 +1,20 @@
-"""The error of an engine whose process has ended."""
+"""Several engines as one. Each has its own weights in its own processes, on this machine or others.
+
+A new group goes to the engine with the fewest open groups, and all its episodes to the same one, which computes their
+prompt once. For example, with two engines:
+
+    groups a b c begin    a → 0, b → 1, c → 0
+    engine 0 dies         open responses of a and c are sampled again by 1; meanwhile another engine 0 starts
+    group d begins        d → 0, as soon as that is ready
+
+Invariants: all engines that take requests have weights of one version. A response comes from one engine: nothing is kept
+from one that died. Turns that an episode has finished stay, because they are tokens.
+"""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from sensorium.cluster.python_process import HostedProcess, last_words
 from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, WeightSource
@@ -12,26 +22,18 @@ from sensorium.vocabulary.errors import EngineLost
 
 
 def process_lost(process: HostedProcess) -> EngineLost:
-    """What to raise when an engine's process is gone."""
+    """The error when an engine's process has ended."""
     return EngineLost(
         f"the engine process (pid {process.pid}) {process.ending()}, so nothing more can be sampled. Resume the run from "
         f"its last checkpoint.{last_words(process.log_text())}"
     )
 
 
-# Each has weights of its own, in processes of its own, on this machine. A new group goes to the engine with the fewest
-# open groups, and all its episodes to the same one, which computes their prompt once. For example, with two engines:
-# groups a b c begin a → 0, b → 1, c → 0 engine 0 dies open responses of a and c are sampled again by 1; another engine
-# 0 starts beside that group d begins d → 0, as soon as that is ready Invariants: all engines that take requests have
-# weights of one version. A response is of one engine: of one that died nothing is kept. The turns that an episode has
-# finished stay, for they are tokens.
-
-
 @dataclass(eq=False)
 class PooledEngine:
-    """A place of the pool and the engine in it. ``ready``: it takes requests. ``starting``: what will replace it.
+    """A place of the pool and the engine in it. ``ready``: it takes requests. ``starting``: its coming replacement.
 
-    ``lost``: it is gone for good, and why. Neither ready nor lost: another is started in its place.
+    ``lost``: it is gone for good, and why. Neither ready nor lost: it is being replaced.
     """
 
     number: int
@@ -45,15 +47,13 @@ class PooledEngine:
 
 
 class EnginePool:
-    """``count`` engines that ``make`` builds, each for a place by its number. At most ``restarts`` are replaced in all.
+    """``count`` engines that ``make`` builds by the number of their place. At most ``restarts`` are replaced in all.
 
-    ``joins_at_push``: an engine that was replaced takes requests only after the next weights. Where the policy is trained
-    while engines sample, what it starts with may be half of an update.
+    ``joins_at_push``: a replacement takes requests only after the next push of weights. Where the policy is trained while
+    engines sample, the weights it starts with may be half of an update.
     """
 
-    def __init__(
-        self, make: Callable[[int], Engine], count: int, *, restarts: int = 3, joins_at_push: bool = False
-    ) -> None:
+    def __init__(self, make: Callable[[int], Engine], count: int, restarts: int = 3, joins_at_push: bool = False) -> None:
         self._make, self._restarts_left, self._joins_at_push = make, restarts, joins_at_push
         self._places = [PooledEngine(number, make(number)) for number in range(count)]
         self.capabilities = replace(self._places[0].engine.capabilities, deterministic=False, lockstep=False)
@@ -63,7 +63,7 @@ class EnginePool:
         self._replacing: list[Future[None]] = []
         self._changing = threading.RLock()
         self._workers = ThreadPoolExecutor(count, "engines")
-        self._noted: Callable[[str], None] = lambda said: None
+        self._noted: Callable[[str], None] = lambda sentence: None
         self._closed = False
 
     @property
@@ -72,7 +72,7 @@ class EnginePool:
         return [getattr(place.engine, "pid", None) for place in self._places]
 
     def start(self) -> None:
-        """Start all side by side; the first that cannot ends the others."""
+        """Start all in parallel; the first that cannot start ends the others."""
         starting = [self._workers.submit(place.engine.start) for place in self._places]
         try:
             for future in starting:
@@ -86,14 +86,14 @@ class EnginePool:
             place.ready = True
 
     def tell_by(self, noted: Callable[[str], None]) -> None:
-        """Say by this which engines were lost, and what the first has to say."""
+        """Report lost engines by this, and what the first engine reports."""
         self._noted = noted
         tell_by = getattr(self._places[0].engine, "tell_by", None)
         if tell_by is not None:
             tell_by(noted)
 
     async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
-        """Write one response, by the engine of its group; by another if that is lost meanwhile."""
+        """Write one response with the engine of its group, or with another if that is lost meanwhile."""
         while True:
             place = self._place_of(request.thread)
             engine = place.engine
@@ -129,7 +129,7 @@ class EnginePool:
         self._on_all(lambda engine: engine.reset_cache(), self.version)
 
     def metrics(self) -> dict[str, float]:
-        """How many engines take requests, how many were replaced, what was sampled again, and who did how much."""
+        """Engines that are ready and that were replaced, responses sampled again, and responses of each engine."""
         row = {
             "engine/ready": float(sum(place.ready for place in self._places)),
             "engine/replaced": float(self.replaced),
@@ -159,7 +159,7 @@ class EnginePool:
         self._workers.shutdown()
 
     def _place_of(self, thread: str) -> PooledEngine:
-        """The engine of a thread's group; a new group goes to the one with the fewest."""
+        """The engine of a thread's group; a new group goes to the one with the fewest groups."""
         group = group_of(thread)
         place = self._groups.get(group)
         if place is None or not place.ready:
@@ -176,10 +176,10 @@ class EnginePool:
         return place
 
     def _lose(self, place: PooledEngine, engine: Engine, lost: EngineLost) -> None:
-        """An engine is gone: replace it beside what the others do, if that is still allowed."""
+        """An engine is gone: replace it while the others go on, if restarts are left."""
         with self._changing:
             if place.engine is not engine or not place.ready or self._closed:
-                return  # another request has said so
+                return  # another request has reported it
             place.ready = False
             alone = not any(one.ready for one in self._places)
             coming = [] if self._joins_at_push else [future for future in self._replacing if not future.done()]
@@ -202,14 +202,14 @@ class EnginePool:
         self._noted(f"engine {place.number} is lost, and cluster.restarts are used up: the others go on. {lost}")
         engine.close()
         if alone:
-            wait(coming)  # for who is starting in another place
+            wait(coming)  # for those that are starting in other places
             if not any(one.ready for one in self._places):
                 raise lost
 
     def _replace(self, place: PooledEngine) -> None:
-        """Start another engine in a place. One that cannot start is tried again, as long as restarts are left.
+        """Start another engine in a place, again while restarts are left if it fails.
 
-        It may have been given weights in the middle of an update, and then differs from the policy that it is held against.
+        It fails the comparison with the policy if it got weights in the middle of an update, for example.
         """
         place.engine.close()
         while True:
@@ -224,8 +224,8 @@ class EnginePool:
                     again = self._restarts_left > 0
                     self._restarts_left -= again
                 place.lost = "" if again else "it could not be replaced"
-                told = " It is tried again." if again else ""
-                self._noted(f"engine {place.number} could not be replaced: {error}{told}")
+                next_try = " It is tried again." if again else ""
+                self._noted(f"engine {place.number} could not be replaced: {error}{next_try}")
                 if not again:
                     return
             finally:
@@ -235,14 +235,13 @@ class EnginePool:
                 fresh.close()
                 return
             place.engine, place.threads = fresh, set()
-            current = fresh.version == self.version
-            place.ready = current and not self._joins_at_push
+            place.ready = fresh.version == self.version and not self._joins_at_push
 
     def _on_all(self, call: Callable[[Engine], None], version: int) -> None:
-        """Do something on all engines at once; one that is lost is replaced, and one that waited for weights has them."""
+        """Call something on all engines at once; a lost one is replaced, and one that waited for weights is ready."""
         with self._changing:
-            places = [place for place in self._places if place.ready or _running(place.engine)]
-            futures = [(place, place.engine, self._workers.submit(call, place.engine)) for place in places]
+            running = [one for one in self._places if one.ready or getattr(one.engine, "pid", None) is not None]
+            futures = [(place, place.engine, self._workers.submit(call, place.engine)) for place in running]
             lost = []
             for place, engine, future in futures:
                 try:
@@ -256,9 +255,5 @@ class EnginePool:
 
 
 def group_of(thread: str) -> str:
-    """The group of a thread, by the names that rollouts give: ``group/episode#thread``."""
+    """The group in a thread's name, which rollouts form as ``group/episode#thread``."""
     return thread.rpartition("#")[0].rpartition("/")[0] or thread
-
-
-def _running(engine: Any) -> bool:
-    return getattr(engine, "pid", None) is not None

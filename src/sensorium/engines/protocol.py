@@ -1,4 +1,12 @@
-"""The random keys of responses: a response's random numbers depend on its task and turn, not on the order of events."""
+"""What an engine is: requests, responses, capabilities, and its life as a run drives it.
+
+engine = NAME(policy=…, lockstep=…, **options)    rollout.engine in the recipe; nothing heavy happens yet
+engine.start()                                    ready to sample, with the weights of ``policy``
+await engine.generate(request, episodes)          any number at once, from one rollout or several
+engine.release(thread)                            that thread will not be continued
+engine.update_weights(source, version)            between rollouts: later responses use these weights
+engine.close()                                    processes and memory are released
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -10,16 +18,12 @@ from sensorium.vocabulary.errors import EngineError
 
 
 def response_key(seed: int, step: int, task_id: str, episode: int, turn: int) -> int:
-    """The 64-bit key (as a signed integer) of one response of a run."""
+    """The 64-bit random key (as a signed integer) of one response of a run.
+
+    A response's random numbers depend on its task and turn, not on the order of events.
+    """
     body = repr((seed, step, task_id, episode, turn)).encode()
     return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)
-
-
-# The life of an engine, as a run drives it: engine = NAME(policy=…, lockstep=…, **options) rollout.engine in the
-# recipe; nothing heavy happens yet engine.start() ready to sample, with the weights of ``policy`` await
-# engine.generate(request, episodes) any number at once, of one rollout or of several engine.release(thread) that thread
-# will not be continued engine.update_weights(source, version) between rollouts: what follows is sampled with these
-# weights engine.close() processes and memory are given back
 
 
 FinishReason = Literal["stop", "length"]
@@ -28,7 +32,7 @@ SAMPLING_OPTIONS = frozenset(["temperature", "greedy", "top_p", "top_k", "stop",
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens. Temperature belongs to the policy; top-p and top-k to the engine's distribution only.
+    """How to sample tokens. Temperature belongs to the policy; top-p and top-k to the engine's distribution only.
 
     ``temperature == 0`` is greedy: the most likely token, with log-probs of the policy at temperature 1.
     ``stop`` strings end a response (the text keeps them). ``stop_tokens=False`` ignores stop tokens (benchmarks): they are
@@ -43,7 +47,7 @@ class Sampling:
     stop_tokens: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what no distribution has; every way to ask for tokens comes through here."""
+        """Refuse impossible values; every request for tokens comes through here."""
         wrong = {
             "temperature must be a finite number, 0 (greedy) or more": not 0 <= self.temperature < float("inf"),
             "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1,
@@ -52,7 +56,7 @@ class Sampling:
         }
         for rule, broken in wrong.items():
             if broken:
-                raise EngineError(f"sampling: {rule}; given was {getattr(self, rule.split()[0])!r}.")
+                raise EngineError(f"sampling: {rule}; got {getattr(self, rule.split()[0])!r}.")
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,13 @@ class Response:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do; a recipe that asks for more is refused before anything is sampled.
+    """What an engine can do; a recipe that needs more is refused before anything is sampled.
 
     ``deterministic``: the same requests give the same bits. ``lockstep``: it advances only when every live episode waits
     for it, so what is batched together is a function of the recipe and not of the clock. ``sampling`` names the options of
     the recipe's rollout section (and ``greedy``, for evaluation) that it follows. ``matched``: it computes in the order of
     ``model.precision: matched``. ``in_flight``: it has ``push_weights``, so weights may change while responses are open.
-    ``own_weights``: it goes on sampling while the policy it was made of is being trained.
+    ``own_weights``: it can sample while its policy is being trained.
     """
 
     modalities: frozenset[str]
@@ -107,10 +111,10 @@ class Capabilities:
 
 
 class LiveEpisodes:
-    """The episodes of one rollout that are being played now, and what that rollout decides between ticks.
+    """The episodes of one rollout that are being played now, and the rollout's decision between ticks.
 
-    A lockstep engine waits for all of them, and calls ``between_ticks`` whenever they all wait for it, before it goes on.
-    That may cancel some of them, and says so with True. Other engines never call it.
+    A lockstep engine waits for all of them, and calls ``between_ticks`` when they all wait for it, before it goes on. That
+    may cancel some of them, and returns True then. Other engines never call it.
     """
 
     def __init__(self, between_ticks: Callable[[], bool] | None = None) -> None:
@@ -119,11 +123,11 @@ class LiveEpisodes:
         self._listeners: set[Callable[[], None]] = set()
 
     def enter(self) -> None:
-        """One more is played."""
+        """An episode begins."""
         self._change(1)
 
     def leave(self) -> None:
-        """One less."""
+        """An episode ends."""
         self._change(-1)
 
     def listen(self, changed: Callable[[], None]) -> None:
@@ -141,15 +145,13 @@ class WeightSource(Protocol):
 
     def tensors(self) -> Mapping[str, Any]:
         """Every parameter and buffer by name, as torch tensors; not copies."""
-        ...
 
 
 class InFlightEngine(Protocol):
-    """What an engine has beside ``Engine`` where its capabilities say ``in_flight``."""
+    """What an engine has in addition to ``Engine`` where its capabilities say ``in_flight``."""
 
     def push_weights(self, source: WeightSource, version: int) -> None:
         """Sample with these weights now. Open responses go on with them, and their ``versions`` say from which token."""
-        ...
 
 
 class Engine(Protocol):
@@ -163,24 +165,18 @@ class Engine(Protocol):
 
     def start(self) -> None:
         """Get ready to sample. Raises now if something is missing."""
-        ...
 
     async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
         """Write one response for an episode among ``episodes``. Cancelling the wait withdraws the request."""
-        ...
 
     def release(self, thread: str) -> None:
-        """The thread will not be continued: what is kept of it may go."""
-        ...
+        """The thread will not be continued: what is kept for it may be dropped."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Sample with these weights from now on, and keep nothing of earlier ones. No response may be open."""
-        ...
+        """Sample with these weights from now on, and keep nothing computed with earlier ones. No response may be open."""
 
     def reset_cache(self) -> None:
         """Keep nothing of earlier rollouts: what follows is as in an engine that has just started."""
-        ...
 
     def close(self) -> None:
         """Release all resources; a closed engine cannot sample."""
-        ...

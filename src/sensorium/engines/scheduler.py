@@ -1,4 +1,4 @@
-"""When an engine's ticks happen, and who waits for them. What happens in a tick is the engine's own.
+"""When an engine's ticks happen, and which requests wait for them. The engine decides what happens in a tick.
 
 In lockstep a tick happens only when every live episode waits, so what is batched together is a function of the requests,
 not of the clock. For example, with two episodes of one rollout, of which B's environment is slow:
@@ -33,7 +33,7 @@ class WrittenPart:
 class Job:
     """A request and the future its episode awaits. ``keep`` is False once the thread was released.
 
-    ``carried`` is what was written before weights changed: it stands behind the request's context, and the response goes on
+    ``carried`` is what was written before weights changed: it follows the request's context, and the response continues
     after it.
     """
 
@@ -46,14 +46,14 @@ class Job:
 
     @property
     def context(self) -> tuple[Segment, ...]:
-        """What the next token follows: the request's context, and what of the response is carried over."""
+        """What the next token follows: the request's context, and the carried part of the response."""
         if not self.carried:
             return self.request.context
         tokens = tuple(token for part in self.carried for token in part.tokens)
         return (*self.request.context, Segment("model", tokens, name=f"{self.request.name}~{len(tokens)}"))
 
     def fail(self, error: Exception) -> None:
-        """Tell the episode what went wrong, if it still waits."""
+        """Pass an error to the episode, if it still waits."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -104,7 +104,7 @@ class TickScheduler:
             raise EngineError(f"the weights changed while {len(self._open)} responses were open; finish the rollout first.")
 
     def admit_again(self, jobs: Sequence[Job]) -> None:
-        """Let jobs wait again that had been admitted; between ticks."""
+        """Put jobs back that had been admitted; between ticks."""
         self._waiting = [*jobs, *self._waiting]
 
     def _happened(self) -> None:
@@ -139,13 +139,13 @@ class TickScheduler:
             self._waiting.clear()
 
     def _any_cancelled(self) -> bool:
-        """Let every rollout that waits decide what is to be cancelled before the next tick; True if anything was."""
+        """Let every rollout that waits cancel episodes before the next tick; True if any did."""
         asking = dict.fromkeys(job.episodes for job in self._open.values() if job.episodes is not None)
         decided = [episodes.between_ticks() for episodes in asking if episodes.between_ticks is not None]
         return any(decided)
 
     async def _all_wait(self) -> None:
-        """Wait until every live episode waits for the engine, and nothing stirs."""
+        """Wait until every live episode waits for the engine, and nothing else happens."""
         quiet, seen = 0, self._events
         while quiet < QUIET_TURNS and self._open:
             if len(self._open) >= self._live:

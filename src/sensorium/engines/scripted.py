@@ -1,4 +1,4 @@
-"""The scripted engine: given answers, replayed as if sampled. For tests of everything else, and for demonstrations."""
+"""The scripted engine: given answers, replayed as if sampled. For validation, tests and demonstrations."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ class ScriptedEngine:
         self._answers = answers
 
     def start(self) -> None:
-        """Every answer is at hand."""
+        """Nothing to start."""
 
     async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
         """The scripted answer as a model segment that stops by itself."""
@@ -26,11 +26,11 @@ class ScriptedEngine:
         """Nothing is kept."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """The answers stay what they are."""
+        """Only the version changes."""
         self.version = version
 
     def reset_cache(self) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""

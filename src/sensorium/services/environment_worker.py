@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sensorium.cluster.channel import own_address
 from sensorium.cluster.placed_main import Answer, serve
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.wire import MOST_BYTES
@@ -40,22 +41,13 @@ def open_work(settings: Mapping[str, Any], folder: Path) -> tuple[str, Answer]:
     """Serve; what is told is the address. ``toward`` is an address of the driver; empty: it is on this machine."""
     import uvicorn
 
-    host = own_address(settings["toward"])
+    host = own_address(settings["toward"]) if settings["toward"] else LOOPBACK
     listening = socket.create_server((host, 0), backlog=1024)
     table = SessionTable(OwnOffers(), MediaStore(folder), CAPACITY, LEASE_S, settings["deadline_s"])
     config = uvicorn.Config(make_app(table, settings["key"]), log_level="warning", ws_max_size=MOST_BYTES)
     server = uvicorn.Server(config)
     threading.Thread(target=server.run, args=([listening],), name="service", daemon=True).start()
     return f"http://{host}:{listening.getsockname()[1]}", lambda question: table.counts()
-
-
-def own_address(toward: str) -> str:
-    """The address of this machine by which another one reaches it."""
-    if not toward:
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((toward, 9))  # sends nothing: it only chooses the interface
-        return str(probe.getsockname()[0])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,22 @@
-"""vLLM's own form of a prompt whose media are preprocessed already. Runs in the actor."""
+"""The actor: a process that holds vLLM's front end and answers the engine's messages, many at once.
+
+    start      build vLLM                                                  {context}
+    generate   sample, and score given tokens                              {tokens, logprobs, finish, versions, scores}
+               vLLM no longer has a medium: it must be sent again          {unknown}
+    cancel     end a request that nobody waits for any more                no answer
+    push       pause, load weights, drop what others computed              {pause_s, load_s}
+    lora       load an adapter, drop earlier ones that nobody uses         {}
+    reset      keep nothing of earlier rollouts                            {}
+    look       answer if vLLM's core still takes questions                 {}
+    close      end
+
+Invariant: weights are never loaded while a request runs, and nothing computed with earlier ones outlives a push.
+"""
 
 import asyncio
 import os
 import shutil
 import signal
-import socket
-import sys
 import tempfile
 import threading
 import time
@@ -18,27 +29,26 @@ import torch
 from torch import Tensor
 
 from sensorium.cluster.channel import Channel, Message, plain_error
-from sensorium.cluster.python_process import guard_group, mapped_segments, remove_segments
+from sensorium.cluster.python_process import guard_group, mapped_segments, parent_sockets, remove_segments
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
 PATCHES = ("pixel_values", "pixel_values_videos")
 
 
-def engine_input(told: Mapping[str, Any]) -> Any:
-    """The engine input of a request: expanded ids, and of each medium its tensors (None: sent before), hash and range."""
+def engine_input(message: Mapping[str, Any]) -> Any:
+    """vLLM's input of a request: expanded ids, and for each medium its tensors (None: sent before), hash and range."""
+    from safetensors.torch import load_file
     from vllm.inputs import mm_input, tokens_input
     from vllm.multimodal.inputs import PlaceholderRange
 
-    ids: list[int] = told["ids"]
-    if not told["media"]:
+    ids: list[int] = message["ids"]
+    if not message["media"]:
         return tokens_input(ids)
-    from safetensors.torch import load_file
-
-    stored = load_file(told["file"]) if told["file"] else {}
+    stored = load_file(message["file"]) if message["file"] else {}
     items: dict[str, list[Any]] = {}
     hashes: dict[str, list[str]] = {}
     ranges: dict[str, list[Any]] = {}
-    for i, medium in enumerate(told["media"]):
+    for i, medium in enumerate(message["media"]):
         modality = medium["modality"]
         fields = None if medium["fields"] is None else {name: stored[f"{i}.{name}"] for name in medium["fields"]}
         mask = None if medium["mask"] is None else torch.tensor(medium["mask"])
@@ -49,7 +59,7 @@ def engine_input(told: Mapping[str, Any]) -> Any:
 
 
 def _item(modality: str, fields: Mapping[str, Tensor]) -> Any:
-    """One medium of vLLM's: patches lie flat, all else is one row for each medium and stays on the CPU."""
+    """One medium in vLLM's form: patches are flat, all else is one row for each medium and stays on the CPU."""
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
@@ -62,30 +72,16 @@ def _item(modality: str, fields: Mapping[str, Tensor]) -> Any:
     return MultiModalKwargsItems.from_hf_inputs(BatchFeature(dict(fields)), config)[modality][0]
 
 
-# start build vLLM {context} generate sample, and score given tokens {tokens, logprobs, finish, versions, scores},
-# {unknown} cancel end a request that nobody waits for any more nothing push pause, load weights, forget what others
-# computed {pause_s, load_s} lora load an adapter, drop earlier ones that nobody uses {} reset keep nothing of earlier
-# rollouts {} look tell that vLLM's core still takes questions {} close end Invariant: weights are never loaded while a
-# request runs, and nothing computed with earlier ones outlives a push.
-
-
 SHUTDOWN_S = 15.0
-LOOK_S = 1.0
-"""How often it is looked whether vLLM's core has died while something is awaited of it."""
-LONGEST_SOCKET_FOLDER = 70
-"""The path of a socket has at most 107 bytes, and vLLM's names have 36."""
-
-
-def is_socket_folder(folder: str) -> bool:
-    """True for a folder among this machine's temporary files (not on a shared disk) whose path leaves room for a name."""
-    return os.path.dirname(folder) == tempfile.gettempdir() and len(folder) <= LONGEST_SOCKET_FOLDER
+LOOK_S = 1.0  # how often to look whether vLLM's core has died while an answer is awaited
+LONGEST_SOCKET_FOLDER = 70  # the path of a socket has at most 107 bytes, and vLLM's names have 36
 
 
 class Actor:
-    """vLLM, and what is asked of it."""
+    """vLLM, and the messages that it is answering."""
 
-    def __init__(self, heard: Channel) -> None:
-        self._heard = heard
+    def __init__(self, answers: Channel) -> None:
+        self._answers = answers
         self.temporary = ""
         self.segments: set[Path] = set()  # of shared memory: vLLM leaves some behind
         self._engine: Any = None
@@ -95,7 +91,7 @@ class Actor:
         self._version = 0
 
     def take(self, message: Message) -> None:
-        """Begin to answer a message; on the event loop."""
+        """Begin to answer a message, on the event loop."""
         if message["do"] == "cancel":
             if task := self._tasks.get(message["request"]):
                 task.cancel()
@@ -113,10 +109,10 @@ class Actor:
             answer = self._explain(error)
         finally:
             self._tasks.pop(number, None)
-        self._heard.send({"id": number, **answer})
+        self._answers.send({"id": number, **answer})
 
     async def _unless_dead(self, work: Coroutine[Any, Any, Message]) -> Message:
-        """What work returns. Where vLLM's core dies meanwhile, vLLM fails its requests, and answers nothing else."""
+        """The result of ``work``. If vLLM's core dies meanwhile, vLLM fails its requests, but answers nothing else."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
@@ -138,53 +134,50 @@ class Actor:
             )
         return plain_error(error)
 
-    async def _start(self, told: Message) -> Message:
-        self.temporary = told["temporary"]
-        if is_socket_folder(self.temporary):  # vLLM leaves its sockets behind; there they are removed with the rest
+    async def _start(self, message: Message) -> Message:
+        self.temporary = message["temporary"]
+        own = os.path.dirname(self.temporary) == tempfile.gettempdir()  # not on a shared disk
+        if own and len(self.temporary) <= LONGEST_SOCKET_FOLDER:  # so sockets that vLLM leaves there are removed as well
             os.environ.setdefault("VLLM_RPC_BASE_PATH", self.temporary)
         from vllm.config import WeightTransferConfig
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        given = {**told["engine_args"], "weight_transfer_config": WeightTransferConfig(backend=told["backend"])}
-        self._stops = told["stops"]
-        masked = told["forbidden"]
+        given = {**message["engine_args"], "weight_transfer_config": WeightTransferConfig(backend=message["backend"])}
+        self._stops = message["stops"]
+        masked = message["forbidden"]
         self._masks = {
-            True: token_mask(masked, told["vocab_size"]),
-            False: token_mask([*masked, *self._stops], told["vocab_size"]),
+            True: token_mask(masked, message["vocab_size"]),
+            False: token_mask([*masked, *self._stops], message["vocab_size"]),
         }
-        self._tells_versions = told["tells_versions"]
+        self._tells_versions = message["tells_versions"]
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
         self.segments = mapped_segments(os.getpgrp())
-        await self._init_transfer(told["transfer"])
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=message["transfer"]))
         return {"context": self._engine.model_config.max_model_len}
 
-    async def _init_transfer(self, agreed: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=agreed))
-
-    async def _generate(self, told: Message) -> Message:
-        prompt = engine_input(told)
+    async def _generate(self, message: Message) -> Message:
+        prompt = engine_input(message)
         adapter = self._adapter
         key = 0 if adapter is None else adapter.lora_int_id
         self._adapters[key] = self._adapters.get(key, 0) + 1
         output = None
         try:
-            stream = self._engine.generate(prompt, self._params(told), f"r{told['id']}", lora_request=adapter)
+            stream = self._engine.generate(prompt, self._params(message), f"r{message['id']}", lora_request=adapter)
             async for output in stream:
-                if told["streamed"] and output.outputs and not output.finished:
+                if message["streamed"] and output.outputs and not output.finished:
                     part = {**_written(output.outputs[0]), "version": self._version}
-                    self._heard.send({"id": told["id"], "part": part})
+                    self._answers.send({"id": message["id"], "part": part})
         finally:
             self._adapters[key] -= 1
         if output is None or not output.outputs:
             raise EngineError("vLLM ended a request without an output.")
         written = output.outputs[0]
         if written.finish_reason == "error":
-            if any(item["fields"] is None for item in told["media"]):
+            if any(item["fields"] is None for item in message["media"]):
                 return {"unknown": True}
-            raise EngineError("vLLM refused a request without a reason; its log may tell more.")
+            raise EngineError("vLLM refused a request without a reason; see its log.")
         if written.finish_reason == "abort":
             raise EngineError("vLLM aborted a request that was not withdrawn.")
         spans = getattr(written, "weight_versions", None) or []
@@ -192,107 +185,106 @@ class Actor:
             **_written(written),
             "finish": written.finish_reason,
             "versions": [[span.version, span.start, span.end] for span in spans],
-            "scores": _scores(output) if told["score"] else None,
+            "scores": _scores(output) if message["score"] else None,
         }
 
-    def _params(self, told: Message) -> Any:
+    def _params(self, message: Message) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            temperature=told["temperature"],
-            max_tokens=told["max_tokens"],
+            temperature=message["temperature"],
+            max_tokens=message["max_tokens"],
             logprobs=0,
-            prompt_logprobs=0 if told["score"] else None,
+            prompt_logprobs=0 if message["score"] else None,
             ignore_eos=True,
-            stop_token_ids=self._stops if told["stop_tokens"] else [],
+            stop_token_ids=self._stops if message["stop_tokens"] else [],
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA if told["streamed"] else RequestOutputKind.FINAL_ONLY,
-            **self._masks[told["stop_tokens"]],
+            output_kind=RequestOutputKind.DELTA if message["streamed"] else RequestOutputKind.FINAL_ONLY,
+            **self._masks[message["stop_tokens"]],
         )
 
-    async def _push(self, told: Message) -> Message:
-        """Requests in flight are kept, and go on with keys, values and features that the new weights compute."""
+    async def _push(self, message: Message) -> Message:
+        """Load weights. Open requests continue, with keys, values and features of the new weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine, started = self._engine, time.perf_counter()
         await engine.pause_generation(mode="keep", clear_cache=False)
         paused = time.perf_counter()
         await engine.start_weight_update()
-        await engine.update_weights(WeightTransferUpdateRequest(update_info=told["update"]))
+        await engine.update_weights(WeightTransferUpdateRequest(update_info=message["update"]))
         if self._tells_versions:
-            await engine.finish_weight_update(str(told["version"]))
+            await engine.finish_weight_update(str(message["version"]))
         else:
             await engine.finish_weight_update()
         await self._forget()
-        self._version = told["version"]
+        self._version = message["version"]
         # After a failure above the engine stays paused, with weights on the meta device: a request would end it. Only
-        # another push, or a new engine, heals it.
+        # another push, or a new engine, repairs it.
         await engine.resume_generation()
         return {"pause_s": paused - started, "load_s": time.perf_counter() - paused}
 
-    async def _lora(self, told: Message) -> Message:
-        """A new number for each version: vLLM would keep the earlier adapter of a number it knows."""
+    async def _lora(self, message: Message) -> Message:
+        """Load an adapter. Each version has a new number: vLLM would keep the earlier adapter of a known number."""
         from vllm.lora.request import LoRARequest
 
-        request = LoRARequest(f"version-{told['number']}", told["number"], told["path"])
+        request = LoRARequest(f"version-{message['number']}", message["number"], message["path"])
         await self._engine.add_lora(request)
         self._adapter = request
-        for number in [number for number, open_ in self._adapters.items() if not open_ and number != told["number"]]:
+        for number in [number for number, open_ in self._adapters.items() if not open_ and number != message["number"]]:
             del self._adapters[number]
             if number:
                 await self._engine.remove_lora(number)
         if self._tells_versions:
-            await self._engine.update_weight_version(str(told["version"]))
+            await self._engine.update_weight_version(str(message["version"]))
         return {}
 
-    async def _reset(self, told: Message) -> Message:
+    async def _reset(self, message: Message) -> Message:
         await self._forget()
         return {}
 
-    async def _look(self, told: Message) -> Message:
-        await self._engine.is_sleeping()  # any question that goes to the core and changes nothing
+    async def _look(self, message: Message) -> Message:
+        await self._engine.is_sleeping()  # any call that goes to the core and changes nothing
         return {}
 
     async def _forget(self) -> None:
-        """Drop features first, then keys and values: also those of requests that wait to go on."""
+        """Drop features first, then keys and values, also those of paused requests."""
         await self._engine.reset_encoder_cache()
         await self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def shut_down(self) -> None:
-        """Let vLLM end its processes and give its shared memory back."""
+        """Let vLLM end its processes and release its shared memory."""
         if self._engine is not None:
             with suppress(Exception):
                 self._engine.shutdown()
 
 
 def token_mask(masked: Sequence[int], vocab_size: int) -> dict[str, Any]:
-    """The option of a request by which masked tokens are never sampled: whichever of vLLM's two names fewer tokens."""
+    """The option by which vLLM never samples masked tokens: the one of its two that lists fewer tokens."""
     if 2 * len(masked) > vocab_size:
         return {"allowed_token_ids": sorted({*range(vocab_size)} - {*masked})}
     return {"logit_bias": dict.fromkeys(masked, -1e30)} if masked else {}
 
 
 def _written(completion: Any) -> Message:
-    """The tokens of an output and the log-prob of each."""
     tokens = list(completion.token_ids)
     pairs = zip(tokens, completion.logprobs or [], strict=True)
     return {"tokens": tokens, "logprobs": [rows[token].logprob for token, rows in pairs]}
 
 
 def _scores(output: Any) -> list[float | None]:
-    """The log-prob of each prompt token; none of the first."""
+    """The log-prob of each prompt token; None for the first."""
     rows = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
     return [None if row is None else row[token].logprob for token, row in rows]
 
 
-async def serve(told: Channel, actor: Actor) -> None:
+async def serve(questions: Channel, actor: Actor) -> None:
     """Take messages until the other end closes or hangs up."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
         with suppress(EOFError, OSError):
-            while (message := told.receive())["do"] != "close":
+            while (message := questions.receive())["do"] != "close":
                 loop.call_soon_threadsafe(actor.take, message)
         loop.call_soon_threadsafe(ended.set)
 
@@ -304,11 +296,10 @@ def main() -> None:
     """Serve the two connections whose file descriptors are the arguments."""
     if os.getpgrp() == os.getpid():
         guard_group()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts both; the parent decides when to close
-    told, heard = (Channel(socket.socket(fileno=int(number))) for number in sys.argv[1:3])
-    actor = Actor(heard)
+    questions, answers = map(Channel, parent_sockets())
+    actor = Actor(answers)
     with suppress(EOFError, OSError):
-        asyncio.run(serve(told, actor))
+        asyncio.run(serve(questions, actor))
     closing = threading.Thread(target=actor.shut_down, daemon=True)
     closing.start()
     closing.join(SHUTDOWN_S)
@@ -316,7 +307,7 @@ def main() -> None:
         shutil.rmtree(actor.temporary, ignore_errors=True)
     remove_segments(actor.segments)
     if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # whatever vLLM left behind, and this process
+        os.killpg(os.getpid(), signal.SIGKILL)  # whatever vLLM has left running, and this process
     os._exit(0)
 
 

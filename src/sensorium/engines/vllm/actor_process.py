@@ -1,9 +1,9 @@
-"""What every process that vLLM starts must find: our weight backend as a plugin, and a torchvision that can be imported.
+"""The actor's process as the engine sees it: its environment, questions to it, and its end.
 
-vLLM starts an engine core and workers of its own, and inspects models in further processes. They share nothing with this
-one but environment variables. So a folder at the head of PYTHONPATH carries both: ``sitecustomize``, which Python imports
-at its start, and the metadata of an entry point, which vLLM looks up. An installed sensorium has the entry point as well;
-a checkout that is only on the path has not.
+Every process that vLLM starts must find our weight backend as a plugin, and a torchvision that can be imported. vLLM starts
+an engine core and workers, and inspects models in further processes; they share only environment variables with this one.
+So a folder at the head of PYTHONPATH carries both: ``sitecustomize``, which Python imports at its start, and the metadata
+of an entry point, which vLLM looks up. An installed sensorium has the entry point as well; a checkout on the path has not.
 """
 
 import itertools
@@ -17,12 +17,11 @@ from concurrent.futures import TimeoutError as WaitedTooLong
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.cluster.channel import Channel, Message
+from sensorium.cluster.channel import Channel, Message, error_of
 from sensorium.cluster.python_process import CLOSE_S, ProcessHost, last_words
 from sensorium.engines.pool import process_lost
-from sensorium.engines.process.messages import engine_error
 from sensorium.models import torchvision_fix
-from sensorium.vocabulary.errors import EngineLost
+from sensorium.vocabulary.errors import EngineError, EngineLost
 
 SITE = """\
 import os
@@ -31,7 +30,7 @@ import sys
 
 import sensorium_torchvision
 
-for folder in sys.path:  # the one that this file stands before
+for folder in sys.path:  # the one that this file hides
     other = os.path.join(folder, "sitecustomize.py")
     if os.path.isfile(other) and not os.path.samefile(other, __file__):
         runpy.run_path(other)
@@ -59,7 +58,7 @@ def write_startup(folder: Path) -> Path:
 def environment(startup: Path, *, on_cpu: bool, cache_gib: int) -> dict[str, str]:
     """The variables of vLLM's processes."""
     given = {
-        "PYTHONPATH": str(startup),  # before what else the process finds its modules on
+        "PYTHONPATH": str(startup),  # before the process's other paths
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -68,20 +67,20 @@ def environment(startup: Path, *, on_cpu: bool, cache_gib: int) -> dict[str, str
     if os.environ.get("VLLM_PLUGINS"):
         given["VLLM_PLUGINS"] = f"{os.environ['VLLM_PLUGINS']},{PLUGIN}"
     if on_cpu:
-        # Without the first, the first request compiles C++ for 12 s, also where the model runs eagerly.
+        # Without TORCH_COMPILE_DISABLE, the first request compiles C++ for 12 s, even where the model runs eagerly.
         given |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
     return given
 
 
 FAULT = re.compile(r"\b(\w*(?:Error|Exception): [^\n]+)")
+# Errors by which vLLM's processes report that another of them has failed.
 CONSEQUENCES = ("EngineDeadError", "RuntimeError: Engine core initialization", "Exception: WorkerProc initialization")
-"""Errors by which vLLM's processes tell that another of them has failed."""
 
 Part = Callable[[Message], object]
 
 
 def cause_in(log: str) -> str:
-    """The last error in a log that is not about another one; empty if there is none."""
+    """The last error in a log that is not a consequence of another one; empty if there is none."""
     found = [one for one in FAULT.findall(log) if not one.startswith(CONSEQUENCES)]
     return found[-1].strip() if found else ""
 
@@ -93,12 +92,12 @@ class ActorProcess:
     """
 
     def __init__(self, host: ProcessHost, log: Path, environment: Mapping[str, str]) -> None:
-        self._python, (told, heard) = host.start("sensorium.engines.vllm.actor", 2, log, environment, own_group=True)
-        self._told, self._heard = Channel(told), Channel(heard)
+        self._python, frames = host.start("sensorium.engines.vllm.actor", 2, log, environment, own_group=True)
+        self._questions, self._answers = map(Channel, frames)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Future[Message], Part | None]] = {}
-        self._lost: EngineLost | None = None
+        self.lost: EngineLost | None = None  # why nothing more can be asked, if so
         self._closing = False
         self._reader = threading.Thread(target=self._read, name="vllm answers", daemon=True)
         self._reader.start()
@@ -108,28 +107,23 @@ class ActorProcess:
         """The actor's process id, which is that of its process group too."""
         return self._python.pid
 
-    @property
-    def lost(self) -> EngineLost | None:
-        """Why nothing more can be asked, if so."""
-        return self._lost
-
     def submit(self, message: Message, part: Part | None = None) -> tuple[int, "Future[Message]"]:
-        """Send a question; its number and its answer to come. ``part`` is called with what comes before the answer."""
+        """Send a question; its number and its future answer. ``part`` is called with parts that come before the answer."""
         answer: Future[Message] = Future()
         with self._lock:
-            if self._lost is not None:
-                raise self._lost
+            if self.lost is not None:
+                raise self.lost
             number = next(self._numbers)
             self._open[number] = (answer, part)
             try:
-                self._told.send({"id": number, **message}, CLOSE_S)
+                self._questions.send({"id": number, **message}, CLOSE_S)
             except OSError as error:
                 del self._open[number]
                 raise process_lost(self._python) from error
         return number, answer
 
     def ask(self, message: Message, limit_s: float) -> Message:
-        """Send a question and wait for its answer. If none comes in time the actor is ended."""
+        """Send a question and wait for its answer. If none comes in time, the actor is ended."""
         return self.ask_all([message], limit_s)[0]
 
     def ask_all(self, messages: Sequence[Message], limit_s: float) -> list[Message]:
@@ -148,36 +142,36 @@ class ActorProcess:
             raise lost from error
 
     def tell(self, message: Message) -> None:
-        """Send what needs no answer; nothing happens if the actor is gone."""
+        """Send a message without an answer; nothing happens if the actor is gone."""
         with self._lock, suppress(OSError):
-            if self._lost is None:
-                self._told.send({"id": -1, **message}, CLOSE_S)
+            if self.lost is None:
+                self._questions.send({"id": -1, **message}, CLOSE_S)
 
     def fail(self, why: EngineLost) -> None:
         """End the actor and all that it started, and fail every open question."""
         with self._lock:
-            self._lost = self._lost or why
+            self.lost = self.lost or why
             waiting, self._open = list(self._open.values()), {}
         self._python.end()
         for answer, _ in waiting:
             if not answer.done():
-                answer.set_exception(self._lost)
+                answer.set_exception(self.lost)
 
     def close(self) -> None:
-        """Tell it to end, and end it and all that it started if it does not."""
+        """Ask it to end, and end it and all that it started if it does not."""
         self._closing = True
-        if self._lost is None and self._python.alive:
+        if self.lost is None and self._python.alive:
             self.tell({"do": "close"})
-        self._told.close()
+        self._questions.close()
         self._python.end(CLOSE_S)
-        self.fail(EngineLost("vLLM was closed before it answered."))  # who still waits, say for its start, waits no longer
+        self.fail(EngineLost("vLLM was closed before it answered."))  # for those who still wait, for its start for example
         self._reader.join(CLOSE_S)
-        self._heard.close()
+        self._answers.close()
 
     def _read(self) -> None:
         while True:
             try:
-                message = self._heard.receive()
+                message = self._answers.receive()
             except (EOFError, OSError, ValueError):
                 if not self._closing:
                     self.fail(process_lost(self._python))
@@ -192,11 +186,11 @@ class ActorProcess:
                 self.fail(EngineLost(f"{message['error']}{self._cause()}"))
             if answer is not None and not answer.done():
                 if "error" in message:
-                    answer.set_exception(self._lost or engine_error(message))
+                    answer.set_exception(self.lost or error_of(message, EngineError, "the engine"))
                 else:
                     answer.set_result(message)
 
     def _cause(self) -> str:
-        """What vLLM's processes gave as the reason, or the last lines of their log."""
-        found = cause_in(self._python.log_text())
-        return f" The cause by vLLM's log: {found}" if found else last_words(self._python.log_text())
+        """The reason in the log of vLLM's processes, or its last lines."""
+        log = self._python.log_text()
+        return f" The cause by vLLM's log: {found}" if (found := cause_in(log)) else last_words(log)

@@ -1,8 +1,8 @@
 """From a context to what vLLM is given: expanded ids, tower inputs of our own preprocessing, and where features go.
 
-vLLM is given no raw media and no text, so what it computes with is what the learner computes with. A fault inside one of
-its steps ends the engine for everybody, so whatever is wrong with a request is found here. For example, a picture of two
-by two features after three tokens of text, then a video of two frames with timestamps (Qwen3-VL):
+vLLM gets no raw media and no text, so it computes with the same inputs as the learner. A fault inside one of its steps
+ends the engine for everybody, so every fault of a request is found here. For example, a picture of two by two features
+after three tokens of text, then a video of two frames with timestamps (Qwen3-VL):
 
     ids    7 7 7 P P P P 7 s t M V V V V m t M V V V V m 7       P, V: pads; s, t, M, m: text and marks of the video
     media  picture  start 3   length 4    mask None              every token of its range takes a feature
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sensorium.engines.weight_group import write_tensors
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import Extent, TowerInput
-from sensorium.models.segment_layout import Layout, Runs, Slot, mismatch
+from sensorium.models.segment_layout import Layout, Runs, mismatch
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
@@ -39,7 +39,7 @@ NUDGES = (1.0, 1 + 1e-6, 1 - 1e-6, 1 + 1e-4, 1 - 1e-4)
 
 @dataclass(frozen=True)
 class PlacedMedia:
-    """A medium in a prompt: vLLM's range of its tokens, and which of them take features (None: all)."""
+    """A medium in a prompt: vLLM's range of its tokens, and the runs of those that take features."""
 
     media: Media
     start: int
@@ -48,7 +48,7 @@ class PlacedMedia:
 
     @property
     def mask(self) -> list[bool] | None:
-        """For each token of the range whether it takes a feature."""
+        """For each token of the range whether it takes a feature; None: all do."""
         if self.runs == ((self.start, self.length),):
             return None
         taking = {place for first, count in self.runs for place in range(first, first + count)}
@@ -56,7 +56,7 @@ class PlacedMedia:
 
     @property
     def features(self) -> int:
-        """How many features it takes."""
+        """The number of its features."""
         return sum(count for _, count in self.runs)
 
 
@@ -68,37 +68,31 @@ class EnginePrompt:
     media: tuple[PlacedMedia, ...]
 
 
-class LayoutSource(Protocol):
-    """What lays out segments and knows the extents of media: a chat processor, or a probe of its own."""
-
-    def layout(self, segment: Segment) -> Layout: ...
-
-    def extent(self, media: Media) -> Extent: ...
-
-
-def lay_out(source: LayoutSource, media_format: MediaFormat, context: Sequence[Segment]) -> EnginePrompt:
+def lay_out(
+    layout_of: Callable[[Segment], Layout],
+    extent_of: Callable[[Media], Extent],
+    media_format: MediaFormat,
+    context: Sequence[Segment],
+) -> EnginePrompt:
     """The segments of a context one after the other."""
     ids: list[int] = []
     media: list[PlacedMedia] = []
     for segment in context:
-        layout = source.layout(segment)
-        media += [_placed(slot.moved(len(ids)), media_format, source.extent) for slot in layout.slots]
+        layout = layout_of(segment)
+        for slot in layout.slots:
+            moved, expansion = slot.moved(len(ids)), media_format.expand(extent_of(slot.media))
+            media.append(PlacedMedia(slot.media, moved.start - expansion.runs[0][0], len(expansion.ids), moved.runs))
         ids += layout.ids_T.tolist()
     return EnginePrompt(tuple(ids), tuple(media))
-
-
-def _placed(slot: Slot, media_format: MediaFormat, extent: Callable[[Media], Extent]) -> PlacedMedia:
-    expansion = media_format.expand(extent(slot.media))
-    return PlacedMedia(slot.media, slot.start - expansion.runs[0][0], len(expansion.ids), slot.runs)
 
 
 def check_prompt(
     prompt: EnginePrompt, name: str, vocab_size: int, max_context: int, placeholders: Mapping[MediaKind, int]
 ) -> None:
-    """Refuse what would fail inside a step of vLLM, or be taken for something else without a word."""
+    """Refuse what would fail inside a step of vLLM, or be misread silently."""
     ids, length = prompt.ids, len(prompt.ids)
     if not length:
-        raise EngineError(f"the context of '{name}' is empty; a request needs a token at least.")
+        raise EngineError(f"the context of '{name}' is empty; a request needs at least one token.")
     if length >= max_context:
         raise EngineError(
             f"the context of '{name}' has {length} tokens and this engine holds {max_context}, response included. Shorten "
@@ -118,16 +112,16 @@ def check_prompt(
         places = [place for first, count in placed.runs for place in range(first, first + count)]
         pad = placeholders[placed.media.kind]
         if any(not placed.start <= place < end or ids[place] != pad for place in places):
-            raise mismatch(placed.media, "its features would stand on tokens that are no placeholders of it")
+            raise mismatch(placed.media, "its features would be on tokens that are not its placeholders")
         taking.update(places)
     pads = set(placeholders.values())
     stray = next((i for i, one in enumerate(ids) if one in pads and i not in taking), None)
-    if stray is not None:  # vLLM would take it for an ordinary token
+    if stray is not None:  # vLLM would take it as an ordinary token
         raise EngineError(f"token {stray} of the context of '{name}' is a placeholder without a medium.")
 
 
 def tower_fields(placed: PlacedMedia, given: TowerInput, media_format: Any) -> dict[str, Tensor]:
-    """The tensors of one medium under the names of vLLM's models; a number of patches that does not fit is refused."""
+    """The tensors of one medium under the names of vLLM's models; a wrong number of patches is refused."""
     time, height, width = given.extent.grid
     merged = media_format.vision.spatial_merge_size**2
     if len(given.patches_PC) != time * height * width or placed.features * merged != len(given.patches_PC):
@@ -147,7 +141,7 @@ def tower_fields(placed: PlacedMedia, given: TowerInput, media_format: Any) -> d
 
 
 def _step_seconds(steps: Sequence[int], per_second: float, media: Media) -> float:
-    """Seconds of a temporal patch from which vLLM's formula gives our positions: it multiplies in other precision."""
+    """Seconds of a temporal patch for which vLLM's formula, which has another precision, gives our positions."""
     last = len(steps) - 1
     exact = steps[last] / last / per_second if last else 0.0
     guesses = [exact, (steps[last] + 0.5) / last / per_second if last else 0.0]
@@ -163,10 +157,10 @@ Asked = tuple[dict[str, Any], EnginePrompt, Mapping[Media, TowerInput]]
 
 
 class RequestSender:
-    """Sends requests to one actor, and remembers which media its vLLM was sent. ``context`` tokens fit into a thread.
+    """Sends requests to one actor, and remembers which media its vLLM has. ``context`` tokens fit into a thread.
 
-    Files for vLLM go to ``folder``, or anywhere on this machine. A response may take as long as it likes; but when there is
-    none for ``look_s``, vLLM must give a sign of life within as long again, or it is ended.
+    Files for vLLM go to ``folder``, or anywhere on this machine. A response has no time limit; but when there is none for
+    ``look_s``, vLLM must give a sign of life within as long again, or it is ended.
     """
 
     def __init__(
@@ -191,22 +185,20 @@ class RequestSender:
         sampling: Sampling,
         stops: StopStrings | None = None,
     ) -> dict[str, Any]:
-        """What vLLM writes after a prompt; media that it no longer holds are sent again."""
-        file = None
-        try:
-            message = self.message(prompt, sampling, streamed=stops is not None)
-            file = self._attach(message, prompt, inputs, all_=False)
-            answer = await self._follow(message, stops)
-            if answer.get("unknown"):
-                _delete(file)
-                file = self._attach(message, prompt, inputs, all_=True)
+        """What vLLM writes after a prompt; media that it no longer has are sent again."""
+        message = self.message(prompt, sampling, streamed=stops is not None)
+        for all_ in (False, True):
+            file = self._attach(message, prompt, inputs, all_=all_)
+            try:
                 answer = await self._follow(message, stops)
-        finally:
-            _delete(file)
+            finally:
+                _delete(file)
+            if not answer.get("unknown"):
+                break
         return answer
 
     async def _follow(self, message: dict[str, Any], stops: StopStrings | None) -> dict[str, Any]:
-        """Wait for an answer. Where there are stop strings the tokens come one by one, and the first to end one is last."""
+        """Wait for an answer. With stop strings the tokens come one by one, and the one that completes a string is last."""
         actor = self.actor
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         tokens: list[int] = []
@@ -226,18 +218,19 @@ class RequestSender:
         waiting = asyncio.wrap_future(future)
         ending = asyncio.ensure_future(stopped.wait())
         try:
-            while not await _first_done(waiting, ending, within_s=self._look_s):
+            first = asyncio.FIRST_COMPLETED
+            while not (await asyncio.wait([waiting, ending], timeout=self._look_s, return_when=first))[0]:
                 await self._look()
-            if not waiting.done():  # vLLM tells versions only of what it ended itself
-                told = _spans(versions) if self._version.tells_weight_versions else []
-                return {"tokens": tokens, "logprobs": logprobs, "finish": "stop", "versions": told}
+            if not waiting.done():  # vLLM reports versions only where it ended the response itself
+                spans = _spans(versions) if self._version.tells_weight_versions else []
+                return {"tokens": tokens, "logprobs": logprobs, "finish": "stop", "versions": spans}
             answer = waiting.result()
             if stops is None or answer.get("unknown"):
                 return answer
             part(answer)
             finish, length = "stop" if stopped.is_set() else answer["finish"], len(tokens)
-            told = [[version, start, min(end, length)] for version, start, end in answer["versions"] if start < length]
-            return answer | {"tokens": tokens, "logprobs": logprobs, "finish": finish, "versions": told}
+            spans = [[version, start, min(end, length)] for version, start, end in answer["versions"] if start < length]
+            return answer | {"tokens": tokens, "logprobs": logprobs, "finish": finish, "versions": spans}
         finally:
             ending.cancel()
             if not waiting.done():
@@ -245,7 +238,7 @@ class RequestSender:
                 actor.tell({"do": "cancel", "request": number})
 
     async def _look(self) -> None:
-        """Ask for a sign of life, for all requests that wait. Without one the actor is ended, which they all hear."""
+        """Ask for a sign of life, for all requests that wait. Without one the actor is ended, and they all fail."""
         if self._looking.acquire(blocking=False):
             try:
                 with suppress(EngineLost):
@@ -256,6 +249,7 @@ class RequestSender:
     def message(
         self, prompt: EnginePrompt, sampling: Sampling, *, streamed: bool = False, score: bool = False
     ) -> dict[str, Any]:
+        """The message of a request, without its media. ``score``: the prompt's tokens are scored too."""
         return {
             "do": "generate",
             "ids": prompt.ids,
@@ -269,7 +263,7 @@ class RequestSender:
     def _attach(
         self, message: dict[str, Any], prompt: EnginePrompt, inputs: Mapping[Media, TowerInput], *, all_: bool
     ) -> Path | None:
-        """Add a prompt's media to a message; the tensors of those that vLLM does not hold go into a file."""
+        """Add a prompt's media to a message; the tensors of those that vLLM does not have go into a file."""
         tensors: dict[str, Tensor] = {}
         media = []
         for i, placed in enumerate(prompt.media):
@@ -288,7 +282,7 @@ class RequestSender:
         return file
 
     def ask_together(self, asked: Sequence[Asked], limit_s: float, all_: bool = False) -> list[dict[str, Any]]:
-        """The answers to messages that are sent at once; again with their media if vLLM does not hold them any more."""
+        """The answers to messages that are sent at once; again with their media if vLLM no longer has them."""
         files = [self._attach(message, prompt, inputs, all_=all_) for message, prompt, inputs in asked]
         try:
             answers = self.actor.ask_all([message for message, _, _ in asked], limit_s)
@@ -306,12 +300,6 @@ def _spans(versions: Sequence[int]) -> list[list[int]]:
     """Which version wrote which tokens, given that of each token: 3 3 4 are [[3, 0, 2], [4, 2, 3]]."""
     starts = [i for i, one in enumerate(versions) if not i or one != versions[i - 1]]
     return [[versions[start], start, end] for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)]
-
-
-async def _first_done(*waiting: asyncio.Future[Any], within_s: float) -> bool:
-    """True as soon as one is done; False if none is in time."""
-    done, _ = await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-    return bool(done)
 
 
 def _delete(file: Path | None) -> None:

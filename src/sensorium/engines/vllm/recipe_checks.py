@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and what differs between the versions that this engine was written for. Imports no vLLM."""
+"""Which vLLM is installed, what differs between its versions, and which recipes it cannot run. Imports no vLLM."""
 
 import ast
 import platform
@@ -26,8 +26,8 @@ INSTALL = "pip install 'sensorium[vllm]' on a machine with GPUs, pip install 'se
 class VllmVersion:
     """A version of vLLM. ``switches`` are engine arguments that only some versions know, with the value that we need.
 
-    ``tells_weight_versions``: an output says which of its tokens were sampled with which weights. Where it does not, a
-    response that spans a push is stamped with the weights it began with.
+    ``tells_weight_versions``: an output has the weight version of each token. If not, a response that spans a push is
+    stamped with the weights it began with.
     """
 
     name: str
@@ -36,11 +36,11 @@ class VllmVersion:
     switches: tuple[tuple[str, bool], ...]
 
     def sentences(self) -> list[str]:
-        """What to tell of it at the dry run."""
-        told = [f"rollout.engine: vLLM {self.name}{' for CPUs' if self.on_cpu else ''}"]
+        """Its description at the dry run."""
+        found = [f"rollout.engine: vLLM {self.name}{' for CPUs' if self.on_cpu else ''}"]
         if not self.tells_weight_versions:
-            told.append("it does not tell which weights sampled which token: a response has the version it began with")
-        return told
+            found.append("it does not report which weights sampled which token: a response has the version it began with")
+        return found
 
 
 def installed_version() -> VllmVersion:
@@ -55,12 +55,12 @@ def installed_version() -> VllmVersion:
 
 def version_of(name: str, *, on_cpu: bool) -> VllmVersion:
     """The table of differences. A version newer than the newest known is treated like that one."""
-    numbers = tuple(int(part) for part in name.split("+")[0].split(".")[:2])
+    numbers = _numbers(name)
     if numbers < OLDEST:
         raise EngineError(
             f"vLLM {name} is too old: the engine needs {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]} ({INSTALL})."
         )
-    # Measured with 0.25.1 and 0.32. The versions between count as 0.25, which costs little.
+    # Tested with 0.25.1 and 0.32. The versions between count as 0.25, which loses little.
     new = numbers >= NEWEST
     return VllmVersion(
         name=name,
@@ -70,13 +70,8 @@ def version_of(name: str, *, on_cpu: bool) -> VllmVersion:
     )
 
 
-def known_newer(name: str) -> bool:
-    """True for a version that this engine was never tried with."""
-    return tuple(int(part) for part in name.split("+")[0].split(".")[:2]) > NEWEST
-
-
-# class EngineArgs: seed: int = ModelConfig.seed an integer quantization: QuantizationMethods | str | None anything: not
-# every alternative is a plain type class AsyncEngineArgs(EngineArgs): … these too
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split("+")[0].split(".")[:2])
 
 
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
@@ -87,7 +82,7 @@ PLAIN: dict[str, tuple[type, ...]] = {
 
 
 def check_arguments(given: Mapping[str, Any], source: Path | None = None) -> str:
-    """Refuse an argument that vLLM does not have, or of another type; returns what could not be checked, in a sentence."""
+    """Refuse an argument that vLLM does not have, or of another type; a sentence if they could not be checked."""
     if not given:
         return ""
     try:
@@ -105,7 +100,7 @@ def check_arguments(given: Mapping[str, Any], source: Path | None = None) -> str
 
 
 def argument_types(source: str) -> dict[str, str]:
-    """The arguments that vLLM's module ``arg_utils`` declares, with their types as they are written there."""
+    """The arguments that vLLM's module ``arg_utils`` declares, with their annotations as text."""
     found = {
         field.target.id: ast.unparse(field.annotation)
         for part in ast.parse(source).body
@@ -126,24 +121,19 @@ def _source() -> Path:
 
 
 def _is_of(value: Any, annotation: str) -> bool:
-    """False if all alternatives of a type are plain, and the value is of none of them."""
-    alternatives = [_plain(part) for part in _alternatives(ast.parse(annotation, mode="eval").body)]
+    """False if all alternatives of a type are plain (int, list[str]; not QuantizationMethods), and the value is of none."""
+    nodes, alternatives = [ast.parse(annotation, mode="eval").body], list[str]()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            nodes += [node.left, node.right]
+        else:
+            alternatives.append(ast.unparse(node.value if isinstance(node, ast.Subscript) else node))
     if any(name not in PLAIN for name in alternatives):
         return True
     if isinstance(value, bool):
         return "bool" in alternatives
     return any(isinstance(value, PLAIN[name]) for name in alternatives)
-
-
-def _alternatives(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return [*_alternatives(node.left), *_alternatives(node.right)]
-    return [node]
-
-
-def _plain(node: ast.expr) -> str:
-    """``list`` of ``list[str]``, and the name itself of everything else."""
-    return ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
 
 
 TOWER_GROUPS = frozenset(["vision", "projector"])
@@ -154,7 +144,7 @@ REPEATS_NOT = (
 
 
 def look_at(recipe: Recipe) -> Iterator[str]:
-    """Refuse what vLLM does not do, and say what is different with it."""
+    """Refuse what vLLM does not do, and yield what is different with it."""
     engine, rollout = recipe.rollout.engine, recipe.rollout
     try:
         check_vllm_options(engine.options)
@@ -176,7 +166,7 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     if rollout.schedule == "lockstep":
         raise RecipeError(f"{REPEATS_NOT}. Set rollout.schedule: eager, or use rollout.engine: native, which repeats.")
     if recipe.schedule.name == "asynchronous":
-        refuse_across_updates(recipe, found)
+        _refuse_across_updates(recipe, found)
     shape = read_shape(recipe.model.path, recipe.model.revision)
     on_cpu = found.on_cpu or recipe.model.device == "cpu"
     if shape is not None:
@@ -193,13 +183,13 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     yield from found.sentences()
     if unchecked:
         yield unchecked
-    if known_newer(found.name):
-        yield f"rollout.engine: vLLM {found.name} is newer than any that this engine was tried with; its parity will tell"
+    if _numbers(found.name) > NEWEST:
+        yield f"rollout.engine: vLLM {found.name} is newer than any that this engine was tested with; parity will show"
     yield REPEATS_NOT
     if on_cpu:
         cache = engine.options.get("cache_gib", 1)
         yield (
-            f"rollout.engine: vLLM has weights of its own and takes {cache} GiB for keys and values "
+            f"rollout.engine: vLLM has its own weights and takes {cache} GiB for keys and values "
             "(rollout.engine.options.cache_gib), which is not in the forecast of memory"
         )
     else:
@@ -211,12 +201,12 @@ def look_at(recipe: Recipe) -> Iterator[str]:
         yield "rollout.engine: adapters of the vision tower are switched on in vLLM (enable_tower_connector_lora)"
 
 
-def refuse_across_updates(recipe: Recipe, found: VllmVersion) -> None:
-    """Refuse responses across updates where vLLM would not say which weights wrote which tokens."""
+def _refuse_across_updates(recipe: Recipe, found: VllmVersion) -> None:
+    """Refuse responses across updates where vLLM would not report which weights wrote which tokens."""
     if not found.tells_weight_versions:
         raise RecipeError(
-            f"schedule: asynchronous updates weights while responses are open, and vLLM {found.name} does not tell which "
-            "weights wrote which tokens (0.32 does). Use schedule: one_step_off, or rollout.engine: process."
+            f"schedule: asynchronous updates weights while responses are open, and vLLM {found.name} does not report "
+            "which weights wrote which tokens (0.32 does). Use schedule: one_step_off, or rollout.engine: process."
         )
     if recipe.rollout.engine.options.get("restarts"):
         raise RecipeError(
@@ -237,8 +227,8 @@ def refuse_family(family: str, *, on_cpu: bool) -> None:
     facts = FAMILIES.get(family)
     if on_cpu and facts is not None and facts.vllm and facts.has_experts:
         raise RecipeError(
-            f"rollout.engine: vLLM does not take the experts of family '{family}' from a push on a CPU: it would go on with"
-            " other weights, without an error. Use rollout.engine: native, or process."
+            f"rollout.engine: vLLM does not take the experts of family '{family}' from a push on a CPU: it would continue"
+            " with other weights, without an error. Use rollout.engine: native, or process."
         )
     if facts is None or not facts.vllm:
         sampled = ", ".join(name for name, of_name in FAMILIES.items() if of_name.vllm)
@@ -269,10 +259,10 @@ def refuse_dtype(dtype: str, *, on_cpu: bool, features: frozenset[str] | None = 
 
 
 def cpu_features() -> frozenset[str]:
-    """What this machine's first core can do, as Linux names it; empty where that is not told."""
+    """The features of this machine's first core, as Linux names them; empty where they are unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    told = next((line for line in lines if line.lower().startswith(("features", "flags"))), "")
-    return frozenset(told.partition(":")[2].split())
+    features = next((line for line in lines if line.lower().startswith(("features", "flags"))), "")
+    return frozenset(features.partition(":")[2].split())

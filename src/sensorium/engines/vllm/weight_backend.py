@@ -1,6 +1,6 @@
-"""Backends of ours for vLLM's weight transfer: by a file, by broadcast (``engines/weight_group``), as memory of one GPU.
+"""Our backends for vLLM's weight transfer: by a file, by broadcast (``engines/weight_group``), as memory of one GPU.
 
-vLLM has none for CPUs, and its own for memory of a GPU imports Ray in 0.25. ``register`` is an entry point of the group
+vLLM has none for CPUs, and its own for GPU memory imports Ray in 0.25. ``register`` is an entry point of the group
 ``vllm.general_plugins``, which vLLM calls in each of its processes.
 """
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FILE, BROADCAST, SHARED = "sensorium_file", "sensorium_broadcast", "sensorium_shared_memory"
-DEVICE_OF_HANDLE = 6
-"""Where the arguments of torch's ``rebuild_cuda_tensor`` have the number of the GPU, which is each process's own."""
+DEVICE_OF_HANDLE = 6  # index of the GPU's number, which differs between processes, in rebuild_cuda_tensor's arguments
 
 
 def register() -> None:
@@ -25,12 +24,12 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     @dataclass
-    class FileInit(WeightTransferInitInfo):
-        """Nothing is agreed on beforehand."""
+    class NoInit(WeightTransferInitInfo):
+        """No information is needed beforehand."""
 
     @dataclass
     class FileUpdate(WeightTransferUpdateInfo):
-        """A safetensors file, and names that stand for a tensor of it beside its own: a head that is tied."""
+        """A safetensors file, and further names of its tensors: a tied head."""
 
         file: str
         aliases: dict[str, str] = field(default_factory=dict)
@@ -43,7 +42,7 @@ def register() -> None:
 
     @dataclass
     class BroadcastUpdate(WeightTransferUpdateInfo):
-        """The tensors that come, each by name, dtype and shape, and names that stand for one of them."""
+        """The name, dtype and shape of each tensor that comes, and further names."""
 
         tensors: list[list[Any]]
         aliases: dict[str, str] = field(default_factory=dict)
@@ -58,6 +57,14 @@ def register() -> None:
     class LayerwiseWeights(WeightTransferEngine):
         """Loads checkpoint tensors. One layerwise reload spans a push."""
 
+        init_info_cls = NoInit
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """Nothing to connect."""
+
+        def shutdown(self) -> None:
+            """Nothing to release."""
+
         def start_weight_update(self) -> None:
             """From here to the end of the push, layers wait on the meta device: no request may run."""
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -65,42 +72,35 @@ def register() -> None:
             initialize_layerwise_reload(self.model)
 
         def finish_weight_update(self) -> None:
-            """Layers that got nothing take their old weights back."""
+            """Layers that got nothing get their old weights back."""
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            """Load what comes; the base class would wait for an accelerator, which there may not be."""
+            """Load the update; the base class would wait for an accelerator, which may not exist."""
             self.receive_weights(self.parse_update_info(update_info))
 
         @staticmethod
         def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-            """vLLM 0.25 asks for it of every backend; here the sender is ``transfers.pushed_by``."""
+            """vLLM 0.25 requires it of every backend; here the sender is ``weights.pushed_by``."""
             raise NotImplementedError("weights are sent by sensorium.engines.vllm.weights.pushed_by.")
 
         def load(self, tensors: dict[str, Any], aliases: dict[str, str]) -> None:
-            """Load tensors, those that are known by another name too under both."""
+            """Load tensors under all their names."""
             also = {name: tensors[of] for name, of in aliases.items() if of in tensors}
             self.model.load_weights([*tensors.items(), *also.items()])
 
     class FileWeights(LayerwiseWeights):
         """Weights from files."""
 
-        init_info_cls = FileInit
         update_info_cls = FileUpdate
-
-        def init_transfer_engine(self, init_info: Any) -> None:
-            """Nothing to connect."""
 
         def receive_weights(self, update_info: Any) -> None:
             """Load one file."""
             from safetensors.torch import load_file
 
             self.load(load_file(update_info.file, device=str(self.device)), update_info.aliases)
-
-        def shutdown(self) -> None:
-            """Nothing is held."""
 
     class BroadcastWeights(LayerwiseWeights):
         """Weights that one sender broadcasts to all workers."""
@@ -132,11 +132,7 @@ def register() -> None:
     class SharedWeights(LayerwiseWeights):
         """Weights read where the learner has them: on the GPU that both processes are on."""
 
-        init_info_cls = FileInit
         update_info_cls = SharedUpdate
-
-        def init_transfer_engine(self, init_info: Any) -> None:
-            """Nothing to connect."""
 
         def receive_weights(self, update_info: Any) -> None:
             """Open the memory and copy from it."""
@@ -146,16 +142,13 @@ def register() -> None:
             self.load(opened, update_info.aliases)
             torch.cuda.synchronize(self.device)
 
-        def shutdown(self) -> None:
-            """Nothing is held."""
-
     for name, backend in ((FILE, FileWeights), (BROADCAST, BroadcastWeights), (SHARED, SharedWeights)):
-        with suppress(ValueError):  # known already: an installed package and a folder on the path both name the entry point
+        with suppress(ValueError):  # registered already: an installed package has the entry point too
             WeightTransferEngineFactory.register_engine(name, backend)
 
 
 def open_handles(handles: str, device: Any) -> dict[str, Any]:
-    """Tensors of another process, by their handles (``transfers.shared_memory``), on the GPU that they are on."""
+    """Tensors of another process on the same GPU, by their handles (``weights.shared_memory``)."""
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -165,8 +158,8 @@ def open_handles(handles: str, device: Any) -> dict[str, Any]:
     for name, by_gpu in pickle.loads(base64.b64decode(handles)):
         if own not in by_gpu:
             raise ValueError(
-                f"the learner's weights are on GPU {', '.join(by_gpu)} and vLLM's on {own}: memory is shared on one GPU "
-                "alone. Use rollout.engine.options.push: broadcast, or file."
+                f"the learner's weights are on GPU {', '.join(by_gpu)} and vLLM's on {own}: memory is only shared "
+                "on one GPU. Use rollout.engine.options.push: broadcast, or file."
             )
         arguments = list(by_gpu[own])
         arguments[DEVICE_OF_HANDLE] = number

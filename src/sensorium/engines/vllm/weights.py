@@ -1,4 +1,4 @@
-"""The names under which weights are pushed: those of the published checkpoints, which vLLM's loaders read.
+"""How weights are pushed to vLLM: under the names of the published checkpoints, which its loaders read.
 
 policy (transformers 5)                                        pushed
 model.language_model.layers.0.mlp.up_proj.weight            →  the same
@@ -30,16 +30,16 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class PushedWeights:
-    """Tensors by their published names. ``aliases``: names that stand for another's tensor."""
+    """Tensors by their published names. ``aliases``: further names of some of them."""
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
 
 
 def published(tensors: Mapping[str, Tensor], parameters: Collection[str], *, tied: bool) -> PushedWeights:
-    """Of a policy's tensors those of ``parameters``, as vLLM is sent them.
+    """The tensors of ``parameters``, as vLLM reads them.
 
-    A head tied to the embeddings goes with them: vLLM keeps a copy of its own, which would stay at the old weights.
+    A head tied to the embeddings goes with them: vLLM keeps its own copy, which would stay at the old weights.
     """
     if missing := sorted(set(parameters) - tensors.keys()):
         raise EngineError(f"the weights to push lack {len(missing)} parameters of the model, {missing[0]} among them.")
@@ -55,7 +55,7 @@ def published(tensors: Mapping[str, Tensor], parameters: Collection[str], *, tie
 class ChangedWeights:
     """Which parameters a push must carry: those that may have changed since the last one, whole layers at a time.
 
-    vLLM joins what a layer holds (queries, keys and values; gate and up), so of a layer that changed all is sent.
+    vLLM fuses parameters of a layer (queries, keys and values; gate and up), so a layer that changed is sent whole.
     """
 
     def __init__(self) -> None:
@@ -70,16 +70,16 @@ class ChangedWeights:
         return {name for name in parameters if layer_of(name) in layers}
 
     def note(self, tensors: Mapping[str, Tensor], parameters: Collection[str]) -> None:
-        """These arrived."""
+        """These have arrived."""
         self._sent |= {name: _state(tensors[name]) for name in parameters}
 
     def forget(self) -> None:
-        """Nothing is there any more."""
+        """vLLM has none any more."""
         self._sent.clear()
 
 
 def layer_of(name: str) -> str:
-    """The decoder layer or tower block that a parameter belongs to; its own name where it belongs to none."""
+    """The decoder layer or tower block of a parameter; its own name where it belongs to none."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return name if number is None else ".".join(parts[: number + 1])
@@ -93,7 +93,7 @@ def _state(tensor: Tensor) -> tuple[int, int]:
 def pushed_by(
     backend: str, weights: PushedWeights, folder: Path | None = None, sender: WeightSender | None = None
 ) -> Iterator[dict[str, Any]]:
-    """What the backend's workers are told; inside, what they read is there: in ``folder``, on this machine, or sent."""
+    """The update for the backend's workers; inside, they can read it: in ``folder``, on this machine, or by broadcast."""
     if backend == BROADCAST:
         assert sender is not None
         with sender.sending(weights.tensors) as described:
@@ -113,7 +113,7 @@ def pushed_by(
 
 
 def shared_memory(tensors: dict[str, torch.Tensor]) -> str:
-    """For each tensor on a GPU its name and the handle by which another process opens its memory; pickled, as text."""
+    """The names of tensors on a GPU and the handles by which another process opens their memory; pickled, as text."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     torch.cuda.synchronize()
