@@ -67,7 +67,8 @@ def failed(error: BaseException) -> Answer:
     if failures:
         rank, (cause, *_) = min(failures.items())
         return Answer(error=f"{cause!r} on rank {rank}", kind=type(error).__name__)
-    return Answer(**plain_error(error))
+    plain = plain_error(error)
+    return Answer(error=plain["error"], kind=plain["kind"])
 
 
 class SharedError(Exception):

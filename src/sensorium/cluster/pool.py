@@ -233,9 +233,13 @@ class WorkerPool:
             call = lent.submit(function, deadline_s)
             ended: asyncio.Future[None] = loop.create_future()
 
+            def end() -> None:
+                if not ended.done():
+                    ended.set_result(None)
+
             def wake() -> None:
                 with suppress(RuntimeError):  # the loop is closed: nobody waits for this call any more
-                    loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+                    loop.call_soon_threadsafe(end)
 
             call.when_ended(wake)
             try:
