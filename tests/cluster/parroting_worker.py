@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from sensorium.cluster.placed_main import serve
+from sensorium.cluster.placed_workers import serve
 
 
 def parrot(question: str) -> str:

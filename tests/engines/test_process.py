@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.cluster.channel import PickledChannel
+from sensorium.cluster.channel import Channel
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.process.child import serve
 from sensorium.engines.process.parent import ProcessEngine
@@ -180,13 +180,13 @@ def test_a_child_whose_parent_died_leaves_nothing_behind(tmp_path: Path) -> None
 
     def child() -> None:
         try:
-            serve(PickledChannel(theirs))
+            serve(Channel(theirs))
         except EOFError as error:
             ended.append(error)
 
     thread = threading.Thread(target=child)
     thread.start()
-    parent = PickledChannel(ours)
+    parent = Channel(ours)
     parent.send({"do": "start", "temporary": str(folder)})
     assert "error" in parent.receive(), "no model is described, so none is built"
     assert folder.exists()

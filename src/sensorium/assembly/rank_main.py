@@ -24,7 +24,7 @@ from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import WholeModels, load_trained
 from sensorium.assembly.ranks import Answer, Call, RankSettings, failed
 from sensorium.assembly.session import open_store
-from sensorium.cluster.channel import PickledChannel
+from sensorium.cluster.channel import Channel
 from sensorium.cluster.python_process import parent_sockets
 from sensorium.learner.rank_team import RankTeam
 from sensorium.learner.saved_state import whole_of
@@ -131,7 +131,7 @@ class Rank:
                 ) from error
 
 
-def serve(channel: PickledChannel) -> None:
+def serve(channel: Channel) -> None:
     """Answer the driver until it closes."""
     rank = Rank()
     while (call := channel.receive()).name != "close":
@@ -153,7 +153,7 @@ def main() -> None:
     (connection,) = parent_sockets()
     threading.Thread(target=end_with_the_driver, args=(connection.fileno(),), daemon=True).start()
     with suppress(EOFError, OSError):
-        serve(PickledChannel(connection))
+        serve(Channel(connection))
     os._exit(0)  # nothing is left to be saved, and unloading a large model takes its time
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sensorium.cluster.channel import PickledChannel, error_of, plain_error
+from sensorium.cluster.channel import Channel, error_of, plain_error
 from sensorium.cluster.python_process import CLOSE_S, ProcessHost, last_words
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.process_table import process_state
@@ -114,7 +114,7 @@ class RankProcess:
         if host.folder is None and sys.platform == "linux":  # on one machine: other interfaces may be down, or firewalled
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         self.process, (frames,) = host.start("sensorium.assembly.rank_main", 1, log, variables)
-        self._channel = PickledChannel(frames)
+        self._channel = Channel(frames)
         self.name = f"rank {rank} of the learner (pid {self.process.pid})"
 
     def ask(self, call: Call, limit_s: float) -> Answer:

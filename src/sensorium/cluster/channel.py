@@ -1,6 +1,5 @@
-"""Messages between two processes: a length of eight bytes, then JSON or a pickle. Numbers arrive unchanged, to the bit."""
+"""Messages between two processes of ours, one of which has started the other: a length of eight bytes, then a pickle."""
 
-import json
 import pickle
 import socket
 import struct
@@ -59,38 +58,22 @@ class SocketFrames:
 
 
 class Channel:
-    """One end of a connection, for messages as JSON. Not for several threads at once, unless no call has a limit."""
+    """One end of a connection. Not for several threads at once, unless no call has a limit."""
 
     def __init__(self, connection: socket.socket | Frames) -> None:
         self._frames = SocketFrames(connection) if isinstance(connection, socket.socket) else connection
 
     def send(self, message: Any, limit_s: float | None = None) -> None:
         """Send one message; OSError if the other end is gone, TimeoutError if it does not accept it in time."""
-        self._frames.send(self._encode(message), limit_s)
+        self._frames.send(pickle.dumps(message, protocol=5), limit_s)
 
     def receive(self, limit_s: float | None = None) -> Any:
         """The next message; EOFError if the other end is gone, TimeoutError if nothing comes in time."""
-        return self._decode(self._frames.receive(limit_s))
+        return pickle.loads(self._frames.receive(limit_s))
 
     def close(self) -> None:
         """Hang up: the other end reads an EOFError."""
         self._frames.close()
-
-    def _encode(self, message: Any) -> bytes:
-        return json.dumps(message, separators=(",", ":")).encode()
-
-    def _decode(self, data: bytes) -> Any:
-        return json.loads(data)
-
-
-class PickledChannel(Channel):
-    """Messages as Python objects: for processes of ours of which one has started the other."""
-
-    def _encode(self, message: Any) -> bytes:
-        return pickle.dumps(message, protocol=5)
-
-    def _decode(self, data: bytes) -> Any:
-        return pickle.loads(data)
 
 
 def own_address(toward: str) -> str:

@@ -19,9 +19,18 @@ as a turn comes within TURN_S, so that the next loss has one cause:
     3 → worker 0
 
 Invariant: a question is answered once, however often it was asked. ``asked_again`` counts how often.
+
+``serve`` is the other side, for any kind of work:
+
+    first message    settings, and the folder of its log → {"ready": …}, or an error and the end
+    then             (number, question) → (number, {"value": …} or an error), many at once
+                     (SIGN_OF_LIFE, None) → the same, at once
+
+The process ends when its driver hangs up, whatever it does at that moment.
 """
 
 import itertools
+import os
 import shutil
 import tempfile
 import threading
@@ -31,14 +40,24 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sensorium.cluster.channel import PickledChannel, error_of
-from sensorium.cluster.placed_main import SIGN_OF_LIFE
-from sensorium.cluster.python_process import CLOSE_S, HostedProcess, ProcessHost, last_words
+from sensorium.cluster.channel import Channel, error_of, plain_error
+from sensorium.cluster.pool import Call, Worker, WorkerPool
+from sensorium.cluster.python_process import (
+    CLOSE_S,
+    HostedProcess,
+    ProcessHost,
+    end_descendants,
+    last_words,
+    parent_sockets,
+)
 from sensorium.vocabulary.errors import SensoriumError, WorkersLost, WorkGivenUp
+from sensorium.vocabulary.plain import attempt
 
+SIGN_OF_LIFE = -1  # the number of a question that only asks whether the process still reads
 LOOKS = 12  # how often within ``hang_s`` a worker is asked for a sign of life
 LONGEST_LOOK_S = 5.0
 MOST_LOSSES = 2  # workers that may be lost while they answer one question, or play one episode
@@ -59,7 +78,7 @@ class PlacedWorker:
 
     number: int
     process: HostedProcess | None = None
-    channel: PickledChannel | None = None
+    channel: Channel | None = None
     report: Any = None
     ready: bool = False
     lost: str = ""
@@ -193,7 +212,7 @@ class PlacedWorkers:
     def _start(self, worker: PlacedWorker) -> None:
         log = self._folder / f"{worker.number}.{worker.replaced}.txt"
         process, (frames,) = self._host.start(self._module, 1, log, own_group=True)
-        channel = PickledChannel(frames)
+        channel = Channel(frames)
         try:
             channel.send((self._settings, str(self._folder)), self._start_s)
             first = channel.receive(self._start_s)
@@ -219,7 +238,7 @@ class PlacedWorkers:
         if not worker.ready:
             self._end(worker)
 
-    def _read(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel, gone: threading.Event) -> None:
+    def _read(self, worker: PlacedWorker, process: HostedProcess, channel: Channel, gone: threading.Event) -> None:
         """Complete the futures of answers as they come, until the worker is gone."""
         while True:
             try:
@@ -235,7 +254,7 @@ class PlacedWorkers:
                     answer.set_exception(error_of(found, self._failure, f"a {self._what}"))
         self._lose(worker, process, gone)
 
-    def _watch(self, worker: PlacedWorker, process: HostedProcess, channel: PickledChannel, gone: threading.Event) -> None:
+    def _watch(self, worker: PlacedWorker, process: HostedProcess, channel: Channel, gone: threading.Event) -> None:
         """Ask for signs of life; lose a worker that gives none. Time when this process itself is stopped does not count."""
 
         def ask_for_life() -> None:
@@ -307,3 +326,52 @@ class PlacedWorkers:
             with suppress(OSError):
                 worker.channel.close()
             worker.process.end(0.0 if self._closed else CLOSE_S)
+
+
+Answer = Callable[[Any], Any]
+OpenWork = Callable[[Any, Path], tuple[Any, Answer]]
+"""From settings and a folder of its own: the report for the driver, and the function that answers its questions."""
+
+
+def serve(open_work: OpenWork) -> None:
+    """Serve the connection whose file descriptor is the first argument."""
+    (connection,) = parent_sockets()
+    folders: list[str] = []
+    with suppress(EOFError, OSError):  # the driver is gone
+        _serve(Channel(connection), open_work, folders)
+    for folder in folders:  # a driver that was killed cannot remove its own
+        shutil.rmtree(folder, ignore_errors=True)
+    end_descendants()  # browsers of environments, for example: a driver that was killed cannot end them
+    os._exit(0)
+
+
+def _serve(channel: Channel, open_work: OpenWork, folders: list[str]) -> None:
+    sending, pool = threading.Lock(), WorkerPool("worker")
+
+    def reply(number: int, call: Call, worker: Worker) -> None:
+        pool.give_back(worker)
+        found = {"value": call.value} if call.error is None else plain_error(call.error)
+        with sending:
+            _, failed = attempt(channel.send, (number, found))
+            if failed is not None and not isinstance(failed, OSError):  # the value cannot be pickled
+                attempt(channel.send, (number, plain_error(failed)))
+
+    settings, shared = channel.receive()
+    # In the driver's folder, if that is on this machine: it is removed even if this process is killed.
+    folder = tempfile.mkdtemp(prefix="sensorium-worker-", dir=shared if os.path.isdir(shared) else None)
+    folders += [folder, shared]
+    opened, error = attempt(open_work, settings, Path(folder))
+    if error is not None:
+        channel.send(plain_error(error))
+        return
+    report, answer = opened
+    channel.send({"ready": report})
+    while True:
+        number, question = channel.receive()
+        if number == SIGN_OF_LIFE:
+            with sending:
+                channel.send((number, {"value": None}))
+            continue
+        worker = pool.lease()
+        call = worker.submit(partial(answer, question), float("inf"))
+        call.when_ended(partial(reply, number, call, worker))

@@ -1,13 +1,13 @@
 """A worker process of a run that scores: it builds the recipe's terms and answers calls of them.
 
-``python -m sensorium.rewards.worker FD``; ``cluster/placed_main.py`` has the rest.
+``python -m sensorium.rewards.worker FD``; ``cluster/placed_workers.py`` has the rest.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sensorium.cluster.placed_main import Answer, serve
+from sensorium.cluster.placed_workers import Answer, serve
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import asked_of
 from sensorium.vocabulary.episode import Episode

@@ -1,6 +1,6 @@
 """A worker of a run that plays environments: the environment service on a free port, for the run's driver alone.
 
-``python -m sensorium.services.environment_worker FD``; ``cluster/placed_main.py`` has the rest.
+``python -m sensorium.services.environment_worker FD``; ``cluster/placed_workers.py`` has the rest.
 """
 
 import socket
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.cluster.channel import own_address
-from sensorium.cluster.placed_main import Answer, serve
+from sensorium.cluster.placed_workers import Answer, serve
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.wire import MOST_BYTES
 from sensorium.recipe.names import wrong_options

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.cluster.channel import Message, PickledChannel, plain_error
+from sensorium.cluster.channel import Channel, Message, plain_error
 from sensorium.cluster.event_loop import set_aside
 from sensorium.cluster.python_process import parent_sockets
 from sensorium.vocabulary.errors import EngineError
@@ -99,7 +99,7 @@ class Child:
         return {"done": done, "counters": self.writer.counters, "notes": self.writer.notes}
 
 
-def serve(channel: PickledChannel) -> None:
+def serve(channel: Channel) -> None:
     """Answer the parent until it closes. An error is sent as an answer; the parent decides what it means."""
     child: Child | None = None
     temporary = ""
@@ -130,7 +130,7 @@ def main() -> None:
     """Serve the connection whose file descriptor is the first argument."""
     (connection,) = parent_sockets()
     with suppress(EOFError, OSError):  # the parent is gone
-        serve(PickledChannel(connection))
+        serve(Channel(connection))
     os._exit(0)  # nothing is left to be saved, and unloading a large model takes its time
 
 

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 import torch
 
-from sensorium.cluster.channel import Message, PickledChannel, error_of
+from sensorium.cluster.channel import Channel, Message, error_of
 from sensorium.cluster.python_process import CLOSE_S, HostedProcess, ProcessHost, ThisMachine
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.writer import WriterCounters
@@ -68,7 +68,7 @@ class ProcessEngine:
         self._host: ProcessHost = ThisMachine() if host is None else host
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
         self._process: HostedProcess | None = None
-        self._channel: PickledChannel | None = None
+        self._channel: Channel | None = None
         self._asking = threading.Lock()
         self._folder: Path | None = None
         self._media: MediaStore | None = None
@@ -89,7 +89,7 @@ class ProcessEngine:
         try:
             self._folder = folder = Path(tempfile.mkdtemp(prefix="sensorium-engine-", dir=self._host.folder))
             self._process, (frames,) = self._host.start("sensorium.engines.process.child", 1, folder / "child.log")
-            self._channel = PickledChannel(frames)
+            self._channel = Channel(frames)
             self._ask({"do": "start", **self._description(folder)}, self._start_s)
             self.update_weights(self._policy, self._policy.version)
         except BaseException:

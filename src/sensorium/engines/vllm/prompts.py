@@ -252,7 +252,7 @@ class RequestSender:
         """The message of a request, without its media. ``score``: the prompt's tokens are scored too."""
         return {
             "do": "generate",
-            "ids": prompt.ids,
+            "ids": list(prompt.ids),
             "temperature": sampling.temperature,
             "max_tokens": min(sampling.max_new_tokens, self.context - len(prompt.ids)),
             "stop_tokens": sampling.stop_tokens,
