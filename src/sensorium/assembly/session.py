@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -234,11 +234,12 @@ class EnvironmentMaker:
 
 def sampling_of(section: RolloutSection, temperature: float | None = None) -> Sampling:
     """The recipe's sampling; evaluation may set its own temperature (0: greedy), and then samples from the whole policy."""
-    truncated = {"top_p": section.top_p, "top_k": section.top_k} if temperature is None else {}
-    return Sampling(
-        temperature=section.temperature if temperature is None else temperature,
+    sampling = Sampling(
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
         max_new_tokens=section.max_new_tokens,
         stop=section.stop,
         stop_tokens=not section.ignore_stop_tokens,
-        **truncated,
     )
+    return sampling if temperature is None else replace(sampling, temperature=temperature, top_p=1.0, top_k=0)

@@ -54,6 +54,7 @@ def write_tensors(tensors: Mapping[str, Tensor], what: str = "weights", folder: 
 BUFFER = 256 * 2**20
 ALIGNED = 16  # tensors begin at multiples of this in a buffer, so that every dtype can be viewed there
 SENDER = 0
+Transport = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Meeting:
     address: str
     port: int
     size: int
-    transport: Literal["gloo", "nccl"]
+    transport: Transport
     wait_s: float
 
 
@@ -137,7 +138,7 @@ class WeightSender:
     def __init__(self, address: str, receivers: int, device: torch.device, wait_s: float) -> None:
         wait = timedelta(seconds=wait_s)
         self._store = dist.TCPStore(address, 0, None, True, wait, wait_for_workers=False)
-        transport = "nccl" if device.type == "cuda" else "gloo"
+        transport: Transport = "nccl" if device.type == "cuda" else "gloo"
         self.meeting = Meeting(address, self._store.port, 1 + receivers, transport, wait_s)
         self._device = device
         self._group: Any = None

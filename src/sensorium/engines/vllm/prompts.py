@@ -218,9 +218,11 @@ class RequestSender:
         waiting = asyncio.wrap_future(future)
         ending = asyncio.ensure_future(stopped.wait())
         try:
-            first = asyncio.FIRST_COMPLETED
-            while not (await asyncio.wait([waiting, ending], timeout=self._look_s, return_when=first))[0]:
-                await self._look()
+            while not (waiting.done() or ending.done()):
+                both: set[asyncio.Future[Any]] = {waiting, ending}
+                done, _ = await asyncio.wait(both, timeout=self._look_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    await self._look()
             if not waiting.done():  # vLLM reports versions only where it ended the response itself
                 spans = _spans(versions) if self._version.tells_weight_versions else []
                 return {"tokens": tokens, "logprobs": logprobs, "finish": "stop", "versions": spans}
