@@ -27,11 +27,7 @@ def memory_note(recipe: Recipe, plan: Plan) -> str:
         device = find_device(recipe.model.device)
     except ModelError:  # reported elsewhere
         return ""
-    if device.type == "cuda":
-        there: int | None = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    else:
-        free = free_memory()
-        there = None if free is None else free + _resident()
+    there = _memory_there(device)
     if there is None or (needed := _forecast(recipe, plan, device)) <= learners_memory(recipe, there):
         return ""
     uses = sorted(plan.memory, key=lambda use: -plan.memory[use])[:2]
@@ -94,11 +90,17 @@ def _forecast(recipe: Recipe, plan: Plan, device: torch.device) -> int:
     return sum(plan.memory.values())
 
 
-def _resident() -> int:
+def _memory_there(device: torch.device) -> int | None:
+    """Bytes that this process may hold in all, those it holds already included; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    free = free_memory()
+    if free is None:
+        return None
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return free + int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        return 0
+        return free
 
 
 def _name(device: torch.device) -> str:
