@@ -1,1 +1,1 @@
-"""The engine ``vllm``: real vLLM in processes of its own. Tokens in, tokens out; weights pushed after each update."""
+"""The engine ``vllm``: real vLLM in other processes. Tokens in, tokens out; weights pushed after each update."""

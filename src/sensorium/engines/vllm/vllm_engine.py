@@ -1,4 +1,4 @@
-"""The engine ``vllm``: this side of it. Requests are laid out and checked here, and sampled by vLLM in other processes.
+"""The engine ``vllm`` in the driver. Requests are laid out and checked here, and sampled by vLLM in other processes.
 
 vLLM gets weights at its start and after each update, and is compared with the policy each time (``parity``). It batches by
 the clock and samples from one stream of random numbers, so what it samples does not repeat. (A seed for each request would
