@@ -11,7 +11,7 @@ from sensorium.models.checkpoint_path import CheckpointSource, describe_source
 from sensorium.models.load import load_policy
 from sensorium.models.lora import FOLDER
 from sensorium.models.policy import FormerSelf, FrozenCopy, Policy, Reference
-from sensorium.recipe.schema import LoraSection, MediaSection, Recipe
+from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.runs.checkpoint_layout import refuse_damaged
 from sensorium.runs.durable import drafted, write_whole
 from sensorium.runs.run_directory import RunDirectory
@@ -38,6 +38,10 @@ def load_model(
     model, media = recipe.model, recipe.media
     if not verified:
         refuse_damaged(Path(path).expanduser())
+    if decoder is None:
+        cache = media.cache.expanduser() if media.cache is not None else None
+        memory_gib = DECODED_SHARE * media.memory_gib
+        decoder = open_decoder(store, cache, cache_gib=media.cache_gib, memory_gib=memory_gib, threads=media.threads)
     return load_policy(
         path,
         store=store,
@@ -49,7 +53,7 @@ def load_model(
         unused_weights=model.unused_weights,
         lora=lora,
         seed=recipe.seed,
-        decoder=decoder or make_decoder(media, store),
+        decoder=decoder,
         media_bytes=round((1 - DECODED_SHARE) * media.memory_gib * GIB),
         precision=model.precision,
     )
@@ -60,17 +64,6 @@ def load_beside(recipe: Recipe, path: str, policy: Policy) -> Policy:
     other = load_model(recipe, path, policy.chat.store, decoder=policy.chat.decoder)
     other.chat.share_media(policy.chat)
     return other
-
-
-def make_decoder(section: MediaSection, store: MediaStore) -> Decoder:
-    """The decoder of a run's media, with the recipe's folder and bounds."""
-    return open_decoder(
-        store,
-        section.cache.expanduser() if section.cache is not None else None,
-        cache_gib=section.cache_gib,
-        memory_gib=DECODED_SHARE * section.memory_gib,
-        threads=section.threads,
-    )
 
 
 def load_trained(

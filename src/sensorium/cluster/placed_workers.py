@@ -36,9 +36,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -146,28 +146,30 @@ class PlacedWorkers:
                     f"is asked ({self._last})"
                 )
             worker = self.wait()
-            with self._turn_of(known_by):
-                answer: Future[Any] = Future()
-                number = next(self._numbers)
-                worker.open[number] = answer
-                try:
-                    channel = worker.channel
-                    if not worker.ready or channel is None:
-                        continue
-                    with worker.sending:
-                        channel.send((number, question))
-                    return answer.result()
-                except OSError:  # it was gone before it had the question, which is no suspect
-                    with self._state:
-                        self.asked_again += 1
-                        while not self._closed and worker.ready and worker.channel is channel:  # until _lose() knows
-                            self._state.wait()
-                except _Gone:
-                    with self._state:
-                        self.asked_again += 1
-                        self._losses[known_by] += 1
-                finally:
-                    worker.open.pop(number, None)
+            alone = bool(self._losses[known_by]) and self._turn.acquire(timeout=TURN_S)  # a suspect waits for its turn
+            answer: Future[Any] = Future()
+            number = next(self._numbers)
+            worker.open[number] = answer
+            try:
+                channel = worker.channel
+                if not worker.ready or channel is None:
+                    continue
+                with worker.sending:
+                    channel.send((number, question))
+                return answer.result()
+            except OSError:  # it was gone before it had the question, which is no suspect
+                with self._state:
+                    self.asked_again += 1
+                    while not self._closed and worker.ready and worker.channel is channel:  # until _lose() knows
+                        self._state.wait()
+            except _Gone:
+                with self._state:
+                    self.asked_again += 1
+                    self._losses[known_by] += 1
+            finally:
+                worker.open.pop(number, None)
+                if alone:
+                    self._turn.release()
 
     @property
     def given_up(self) -> int:
@@ -198,16 +200,6 @@ class PlacedWorkers:
             self._end(worker)
         self._threads.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    @contextmanager
-    def _turn_of(self, known_by: Hashable) -> Iterator[None]:
-        """Let a suspect wait until no other is asked."""
-        alone = bool(self._losses[known_by]) and self._turn.acquire(timeout=TURN_S)
-        try:
-            yield
-        finally:
-            if alone:
-                self._turn.release()
 
     def _start(self, worker: PlacedWorker) -> None:
         log = self._folder / f"{worker.number}.{worker.replaced}.txt"

@@ -123,8 +123,13 @@ class PythonProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._own_group:
-            _end_group(self.pid, self._mark)
+        if not self._own_group:
+            return
+        remove_segments(mapped_segments(self.pid))
+        until = time.monotonic() + CLOSE_S  # a dying worker holds its memory and its GPU for seconds
+        while (left := list(_living(self.pid, self._mark))) and time.monotonic() < until:
+            _kill(left)
+            time.sleep(0.05)
 
     def ending(self) -> str:
         """How it ended, as the end of a sentence about it."""
@@ -214,15 +219,6 @@ def remove_segments(segments: set[Path]) -> None:
     for segment in segments:
         with suppress(OSError):
             segment.unlink(missing_ok=True)
-
-
-def _end_group(group: int, mark: str, wait_s: float = 30.0) -> None:
-    """Kill what is left of a process group, and wait: a dying worker holds its memory and its GPU for seconds."""
-    until = time.monotonic() + wait_s
-    remove_segments(mapped_segments(group))
-    while (left := list(_living(group, mark))) and time.monotonic() < until:
-        _kill(left)
-        time.sleep(0.05)
 
 
 def _kill(processes: Sequence[Path]) -> None:
