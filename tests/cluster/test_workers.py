@@ -298,7 +298,7 @@ def test_what_workers_cannot_do_is_refused(
 
 
 def test_an_environment_that_plays_the_question_of_a_row_is_refused() -> None:
-    workers = EnvironmentWorkers(ThisMachine(), 1, 5.0, "", restarts=0, start_s=1.0)
+    workers = EnvironmentWorkers(ThisMachine(), 1, 5.0, restarts=0, start_s=1.0)
     row = Task("row", (Message("user", (Text("how much?"),)),), environment=EnvironmentSpec("tools", {}, 0))
     with pytest.raises(RecipeError, match="'tools' plays the question of its row"):
         workers.environment(row, MediaStore())
@@ -325,6 +325,6 @@ def test_terms_that_stay_with_the_driver_leave_nothing_to_place(tmp_path: Path) 
 
 
 def test_a_worker_that_is_not_ready_in_time_is_told(tmp_path: Path) -> None:
-    workers = EnvironmentWorkers(ThisMachine(), 1, 5.0, "", restarts=0, start_s=0.01)
+    workers = EnvironmentWorkers(ThisMachine(), 1, 5.0, restarts=0, start_s=0.01)
     with pytest.raises(WorkersLost, match=r"was not ready within 0.01 s \(cluster.start_s\)"):
         workers.placed.start()

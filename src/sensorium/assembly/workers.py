@@ -54,17 +54,14 @@ def open_host(
 
 
 class EnvironmentWorkers:
-    """``count`` environment services in processes, and the client that plays with them.
+    """``count`` environment services in processes, and the client that plays with them."""
 
-    ``toward`` is the driver's address for services on other machines; empty: all are on this one.
-    """
-
-    def __init__(self, host: ProcessHost, count: int, deadline_s: float, toward: str, **limits: Any) -> None:
+    def __init__(self, host: ProcessHost, count: int, deadline_s: float, **limits: Any) -> None:
         key = secrets.token_urlsafe()
         self._deadline_s = deadline_s
         self._client = EnvironmentClient([], key)
         self._servers: dict[PlacedWorker, Server] = {}
-        settings = {"key": key, "deadline_s": deadline_s, "toward": toward}
+        settings = {"key": key, "deadline_s": deadline_s, "toward": "" if host.folder is None else host.address}
         kind = (ENVIRONMENT_WORKER, settings, count, "environment worker", EnvironmentFailure)
         self.placed = PlacedWorkers(host, *kind, **limits, changed=self._changed)
 
@@ -160,10 +157,8 @@ def open_workers(recipe: Recipe, scorer: Scorer, opened: ExitStack) -> RunWorker
     if section.environments:
         host = open_host(recipe, "an environment worker", WorkersLost)
         opened.callback(host.close)
-        toward = "" if host.folder is None else host.address
-        environments = EnvironmentWorkers(
-            host, section.environments, recipe.rollout.environment_deadline_s, toward, **limits
-        )
+        deadline_s = recipe.rollout.environment_deadline_s
+        environments = EnvironmentWorkers(host, section.environments, deadline_s, **limits)
         environments.placed.start()
         opened.callback(environments.close)
     if section.rewards:
