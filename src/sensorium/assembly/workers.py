@@ -204,6 +204,11 @@ def gpus_of_engines(recipe: Recipe, visible: Sequence[str], policy_gpu: int) -> 
     return [",".join(free[(engine * each + one) % len(free)] for one in range(each)) for engine in range(section.engines)]
 
 
+def gpu_count() -> int:
+    """The number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> tuple[Engine, ProcessHost]:
     """The recipe's engine, started, and its host. ``folder`` is the run directory, which all machines see."""
     section, cluster = recipe.rollout.engine, recipe.cluster
@@ -214,7 +219,7 @@ def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> t
         host = open_host(recipe, "an engine", EngineLost, folder, gpus)
     hosts = [host] * cluster.engines
     if on_gpus and cluster.engines > 1 and cluster.placement != "ray":
-        visible = visible_gpus(torch.cuda.device_count())
+        visible = visible_gpus(gpu_count())
         names = gpus_of_engines(recipe, visible, policy.device.index or 0)
         hosts = [ThisMachine(one, shared=cluster.share_gpus) for one in names]
 

@@ -175,9 +175,9 @@ def workers_of(arguments: Namespace, port: int) -> "tuple[ModelWorkers, str]":
 
 
 def _gpus() -> int:
-    import torch
+    from sensorium.assembly.workers import gpu_count
 
-    return torch.cuda.device_count()
+    return gpu_count()
 
 
 def unused_variables(environment: Mapping[str, str]) -> list[str]:
