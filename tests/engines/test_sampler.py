@@ -157,5 +157,5 @@ def test_logits_that_are_not_finite_are_told_not_hidden() -> None:
 )  # fmt: skip
 def test_what_no_distribution_has_is_refused_where_sampling_is_made(given: dict[str, float]) -> None:
     (name,) = given
-    with pytest.raises(EngineError, match=rf"sampling: {name} must be .*; given was"):
+    with pytest.raises(EngineError, match=rf"sampling: {name} must be "):
         Sampling(**given)  # type: ignore[arg-type]
