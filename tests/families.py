@@ -245,6 +245,7 @@ LAYOUTS = {name: (family, layout) for family, row in FAMILY_ROWS.items() for nam
 UNUSED = tuple(ending for row in FAMILY_ROWS.values() for ending in row.unused)
 SEEING = [family for family, facts in FAMILIES.items() if facts.vision]
 HEARING = [family for family, facts in FAMILIES.items() if facts.audio]
+ONLY_HEARING = [family for family in HEARING if family not in SEEING]
 SENSING = [family for family, facts in FAMILIES.items() if facts.has_towers]
 
 

@@ -1,4 +1,4 @@
-"""With adapters on language and vision: engine = learner = plain peft, recorded or not, before and after an update."""
+"""With adapters on language and towers: engine = learner = plain peft, recorded or not, before and after an update."""
 
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, LoraSection, LossSection, OptimizerSection
 from sensorium.vocabulary import Episode, Status, Thread, Turn, user
 from sensorium.vocabulary.episode import Segment
+from tests.families import SEEING, SENSING, stock_class
 
 from .conftest import RECORD_AFTER, Bench, ask, generate
 from .test_exactness import TOLERANCE, assert_exact
@@ -23,19 +24,18 @@ from .test_steps import calls
 
 pytestmark = pytest.mark.usefixtures("early_recordings")
 SAMPLING = Sampling(max_new_tokens=2 * RECORD_AFTER + 2)
-LORA = LoraSection(rank=4, alpha=8, groups=("vision", "projector", "language"))
 
 
 def with_peft(base: Path, adapter: Path) -> Any:
     from peft import PeftModel
-    from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
+    model = stock_class(base.name).from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
     return PeftModel.from_pretrained(model, adapter).eval()
 
 
 def stirred(base: Path) -> Policy:
-    policy = load_policy(str(base), store=MediaStore(), device="cpu", lora=LORA, seed=1)
+    lora = LoraSection(rank=4, alpha=8, groups=("vision" if base.name in SEEING else "audio", "projector", "language"))
+    policy = load_policy(str(base), store=MediaStore(), device="cpu", lora=lora, seed=1)
     assert policy.adapters is not None
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -45,8 +45,9 @@ def stirred(base: Path) -> Policy:
 
 
 def requests(bench: Bench) -> list[Request]:
-    """Two pictures, asked about twice each."""
-    prompts = [bench.policy.chat.render([user(bench.picture(seed), "what colour is it?")]) for seed in (1, 2)]
+    """Two pictures, or sounds, asked about twice each."""
+    medium = bench.picture if "picture" in bench.policy.chat.modalities else bench.tone
+    prompts = [bench.policy.chat.render([user(medium(seed), "what colour is it?")]) for seed in (1, 2)]
     return [
         ask(f"{p}/{i}", [prompt], SAMPLING, order=(p, i), key=7 * p + i) for p, prompt in enumerate(prompts) for i in (0, 1)
     ]
@@ -62,11 +63,11 @@ def samples(asked: list[Request], written: list[Segment]) -> list[list[CreditedE
     return [made[:2], made[2:]]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_omni_moe", "internvl", "llava_onevision", "smolvlm"])
+@pytest.mark.parametrize("family", SENSING)
 def test_engine_learner_and_peft_agree_and_the_engine_follows_an_update(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = make_tiny(family, tmp_path / "base", seed=1, initializer_range=0.1)
+    base = make_tiny(family, tmp_path / family, seed=1, initializer_range=0.1)
     policy = stirred(base)
     learner = Learner(
         policy,

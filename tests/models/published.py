@@ -76,6 +76,12 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool, float]] 
                      num_key_value_heads=4, vocab_size=152064),
         qwen2_5_vision(3584), False, 8.29,
     ),
+    "Qwen2-Audio-7B": (  # its config.json leaves the other sizes to the defaults of transformers
+        "Qwen2Audio", "qwen2_audio",
+        {"intermediate_size": 11008, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "vocab_size": 156032,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {}, False, 8.40,
+    ),
     "Qwen2.5-Omni-7B": (
         "Qwen2_5OmniThinker", "qwen2_5_omni",
         qwen2_5_text(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -106,11 +112,16 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], bool, float]] 
 def meta_config(name: str) -> Any:
     """The published config."""
     prefix, family, text, vision, tied, _ = SHAPES[name]
+    config_class = getattr(transformers, f"{prefix}Config")
+    text = text | {"eos_token_id": IDS["<|im_end|>"], "pad_token_id": None, "bos_token_id": None}
+    if not vision:
+        encoder = {key: size for key, size in whisper(0).items() if key not in ("n_window", "output_dim")}
+        return config_class(text_config=text, audio_config=encoder | {"max_source_positions": 1500})
     more: dict[str, Any] = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|video_pad|>"]}
     if family == "qwen2_5_omni":  # whose config has Qwen's ids by default
         more = {"audio_config": whisper(text["hidden_size"])}
-    return getattr(transformers, f"{prefix}Config")(
-        text_config=text | {"eos_token_id": IDS["<|im_end|>"], "pad_token_id": None, "bos_token_id": None},
+    return config_class(
+        text_config=text,
         vision_config=vision,
         **more,
         vision_start_token_id=IDS["<|vision_start|>"],
@@ -129,18 +140,21 @@ def meta_model(name: str) -> Any:
 
 def published_processor(name: str) -> Any:
     """The published image sizes; a tokenizer of single bytes that has Qwen's special tokens where Qwen has them."""
-    omni = "Omni" in name
+    omni, audio = "Omni" in name, "Audio" in name
     core = Tokenizer(models.BPE(_vocabulary(), []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    specials = OMNI_SPECIALS if omni else SPECIALS
+    specials = OMNI_SPECIALS if omni or audio else SPECIALS
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=OMNI_ATTRIBUTES if omni else [],
+        extra_special_tokens=OMNI_ATTRIBUTES if omni or audio else [],
     )
+    if audio:  # the template that transformers has for it is the published one
+        extractor = transformers.WhisperFeatureExtractor(feature_size=128)
+        return transformers.Qwen2AudioProcessor(feature_extractor=extractor, tokenizer=tokenizer)
     if omni:
         return transformers.Qwen2_5OmniProcessor(
             image_processor=transformers.Qwen2VLImageProcessor(size={"shortest_edge": 3136, "longest_edge": 12845056}),

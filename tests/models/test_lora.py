@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sensorium.data.media_store import MediaStore
 from sensorium.models.families.qwen3_vl import Qwen3VL
@@ -17,14 +16,16 @@ from sensorium.models.load import load_policy
 from sensorium.models.lora import Adapters, choose_layers
 from sensorium.models.policy import FormerSelf, FrozenCopy, Policy
 from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import Message, user
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
+from tests.families import ONLY_HEARING, stock_class, wide_weights
 
 from .published import meta_model
-from .stock_pair import Pair, close, noise
+from .stock_pair import Pair, close
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
+ADAPTED = ["qwen2_5_vl", "qwen3_vl", *ONLY_HEARING, "qwen2", "qwen3"]
 TOWERS = LoraSection(rank=4, alpha=8, groups=("vision", "projector", "language"))
 
 
@@ -35,8 +36,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def folder(family: str, **given: Any) -> Path:
         key = (family, *sorted(given))
         if key not in made:
-            towers = {"vision_initializer_range": 0.15} if family.endswith("vl") else {}
-            made[key] = make_tiny(family, tmp_path_factory.mktemp(family), initializer_range=0.15, **towers, **given)
+            wide = wide_weights(family, 0.15, "", "vision", "audio")
+            made[key] = make_tiny(family, tmp_path_factory.mktemp(family), **wide, **given)
         return made[key]
 
     return folder
@@ -44,8 +45,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 def load(folder: Path, lora: LoraSection | None = None, dtype: str = "float32", seed: int = 3) -> Policy:
     if lora is None:
-        lora = LoraSection(rank=4, alpha=8, groups=TOWERS.groups if "vl" in folder.name else ("language",))
+        parts = dict.fromkeys(group for _, group in FAMILIES[family_in(folder)].parts)
+        lora = LoraSection(rank=4, alpha=8, groups=(*parts, "language"))
     return load_policy(str(folder), store=MediaStore(), dtype=dtype, device="cpu", lora=lora, seed=seed)
+
+
+def family_in(folder: Path) -> str:
+    return str(json.loads((folder / "config.json").read_text())["model_type"])
 
 
 def adapters(policy: Policy) -> Adapters:
@@ -62,12 +68,11 @@ def stir(policy: Policy, seed: int = 0) -> None:
 
 
 def stock(folder: Path) -> Any:
-    loader = AutoModelForImageTextToText if (folder / "processor_config.json").exists() else AutoModelForCausalLM
-    return loader.from_pretrained(folder, dtype=torch.float32).eval()
+    return stock_class(family_in(folder)).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def question(policy: Policy) -> list[Message]:
-    shown = [noise(policy.chat.store, 1, 84, 56)] if "picture" in policy.chat.modalities else []
+    shown = [Pair(policy, None, Path()).medium(1, 84, 56)] if policy.chat.modalities != {"text"} else []
     return [user(*shown, "What colour is it?")]
 
 
@@ -76,7 +81,7 @@ def logits(policy: Policy) -> Tensor:
         return Pair(policy, None, Path()).got([policy.chat.render(question(policy))])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ADAPTED)
 def test_fresh_adapters_change_nothing_and_sit_on_every_linear_layer_of_their_groups(
     family: str, folders: Callable[..., Path]
 ) -> None:
@@ -114,7 +119,7 @@ def test_adapters_are_a_function_of_seed_and_layer_alone(folders: Callable[..., 
     assert abs(float(drawn.detach().mean())) < bound / 10
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ADAPTED)
 def test_the_adapted_model_is_what_peft_makes_of_it_and_its_checkpoint_is_their_sum(
     family: str, folders: Callable[..., Path], tmp_path: Path
 ) -> None:

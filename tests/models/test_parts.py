@@ -17,7 +17,7 @@ from sensorium.models.tiny import make_tiny
 from sensorium.recipe.family_facts import FAMILIES, group_by_name
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
-from tests.families import FAMILY_ROWS, HEARING, SEEING, SENSING, UNUSED, stock_class
+from tests.families import FAMILY_ROWS, HEARING, ONLY_HEARING, SEEING, SENSING, UNUSED, stock_class
 
 from .clips import tone
 from .stock_pair import Pair, close, row
@@ -61,6 +61,8 @@ def conversation(pair: Pair, case: str) -> list[Message]:
         return [user(pair.picture(1), gap, pair.clip(1, 4, 84, 56), pair.picture(2, 96, 40), "which?")]
     if case == "a sound":
         return [user("Listen", pair.tone(1, 1.3), "what?")]
+    if case == "the longest sound":
+        return [user(pair.tone(1, 30.0), "what?")]
     if case == "sound and video":
         return [user(pair.tone(1, 2.7), pair.clip(1, 4, 56, 56, 2.0), "what?"), assistant("red"), user("sure?")]
     if case == "video and sounds in two turns":
@@ -76,9 +78,10 @@ CASES = ("one medium", "three media", "a medium in turn 3", "media in two turns"
 VIDEO = ("a video", "two videos", "pictures and a video")
 SOUND = ("a sound", "a sound in turn 2")
 BOTH = ("sound and video", "video and sounds in two turns", "everything")
+OMNI = [family for family in HEARING if family in SEEING]
 ALL = [(family, case) for family in SENSING for case in CASES] + [
     (family, case)
-    for families, cases in ((SEEING, VIDEO), (HEARING, SOUND), ([one for one in HEARING if one in SEEING], BOTH))
+    for families, cases in ((SEEING, VIDEO), (HEARING, SOUND), (OMNI, BOTH), (ONLY_HEARING, ("the longest sound",)))
     for family in families
     for case in cases
 ]

@@ -16,6 +16,7 @@ from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import AudioParameters
 from sensorium.vocabulary.errors import MediaError
 from tests.data.clips import middle
+from tests.families import FAMILY_ROWS, HEARING
 
 from .clips import clip, stock_inputs
 from .stock_pair import Pair
@@ -47,8 +48,9 @@ def test_tokens_of_a_sound_are_those_that_the_model_counts(pairs: Pairs, frames:
     assert sound_tokens(frames) == int(tower._get_feat_extract_output_lengths(torch.tensor(frames))[1])
 
 
-def test_sounds_that_would_be_cut_or_vanish_are_refused(pairs: Pairs) -> None:
-    policy = pairs("qwen2_5_omni").policy
+@pytest.mark.parametrize("family", [family for family in HEARING if not FAMILY_ROWS[family].shortest_s])
+def test_sounds_that_would_be_cut_or_vanish_are_refused(pairs: Pairs, family: str) -> None:
+    policy = pairs(family).policy
 
     def put(seconds: float, parameters: AudioParameters | None = None) -> Media:
         return policy.chat.store.put(encode_wav(np.zeros(round(seconds * 16000))), "sound", "a.wav", parameters)

@@ -131,6 +131,7 @@ def test_experts_one_by_one_are_taken_out_of_the_tensor_of_all(tmp_path: Path) -
         ("model.vision_tower.encoder.layers.0.mlp.fc1.bias", "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias"),
         ("model.language_model.norm.weight", "language_model.model.norm.weight"),
         ("lm_head.weight", "language_model.lm_head.weight"),
+        ("language_model.model.norm.weight", "language_model.model.model.norm.weight"),  # saved by transformers 5.17
         ("model.image_newline", "image_newline"),
         ("model.text_model.layers.0.mlp.up_proj.weight", "model.text_model.layers.0.mlp.up_proj.weight"),
     ],

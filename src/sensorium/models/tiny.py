@@ -110,10 +110,11 @@ def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Pat
         raise ModelError(f"there is no tiny model of family '{family}'{nearest(family, list(FAMILIES))}")
     tokenizer = tiny_tokenizer(family, TEXT["max_position_embeddings"])
     model = _model(family, tokenizer, seed, dict(overrides))
-    folder = Path(folder)
+    folder, facts = Path(folder), FAMILIES[family]
+    if facts.before_saving:
+        facts.before_saving(model)
     with saving_weights(folder):
         model.save_pretrained(folder)
-    facts = FAMILIES[family]
     owner = tiny_processor(facts, tokenizer, model.config) if facts.has_towers else tokenizer
     owner.save_pretrained(folder)
     return folder

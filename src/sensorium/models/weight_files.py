@@ -182,8 +182,7 @@ def saving_weights(folder: Path) -> Iterator[None]:
 
 def common_name(name: str) -> str:
     """A weight's name without the prefixes that the versions of a layout put before it."""
-    name = name.removeprefix("thinker.").removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
-    return name.replace("vision_tower.vision_model.", "vision_tower.")
+    return re.sub(r"^(thinker\.)?((language_)?model\.)*", "", name).replace("vision_tower.vision_model.", "vision_tower.")
 
 
 GIB = 1 << 30

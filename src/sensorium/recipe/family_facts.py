@@ -33,6 +33,7 @@ class FamilyFacts:
     tokenizer for them (none: Qwen's), ``more_tokens`` others; ``closing`` ends an assistant's turn. ``token_keys``: the
     keys by which its config names special tokens. ``words``: what its prompts say beside those of the shipped tasks.
     ``processor``: builds its processor from transformers, the given tokenizer and template, and the config.
+    ``before_saving``: corrects a stock model that transformers would save under other names than the published ones.
     ``published_pixels``: the least and most pixels of a picture, and of a frame (Qwen3-VL: a clip), and
     ``published_sound_s`` the seconds of sound, that its published checkpoints take.
 
@@ -60,6 +61,7 @@ class FamilyFacts:
     token_keys: Mapping[str, str] = field(default_factory=dict)
     words: str = ""
     processor: Callable[[Any, dict[str, Any], Any], Any] | None = None
+    before_saving: Callable[[Any], None] | None = None
     published_pixels: tuple[tuple[int, int], tuple[int, int]] | None = None
     published_sound_s: int = 0
     tensors: Callable[[Config], Shapes] | None = None
@@ -154,6 +156,13 @@ def affine(name: str, weight: list[int]) -> Shapes:
     """A weight and its bias."""
     yield f"{name}.weight", weight
     yield f"{name}.bias", weight[:1]
+
+
+def affine_layers(at: str, count: int, weights: Mapping[str, list[int]]) -> Shapes:
+    """The same weights with their biases in each of ``count`` layers."""
+    for i in range(count):
+        for name, weight in weights.items():
+            yield from affine(f"{at}.{i}.{name}", weight)
 
 
 # head_dim 32 is the smallest that vLLM's attention takes.

@@ -1,16 +1,22 @@
-"""The linear layers of a model, which low-rank adapters can sit on, told without torch from its files or its config."""
+"""The sizes of a model without torch, from the headers of its weight files or from its config.
+
+Both give names and shapes of tensors, which are counted by parameter group and searched for linear layers::
+
+    {"visual.blocks.0.attn.qkv.weight": [192, 64], …}  →  {"vision": 12288, …}, Linear("visual.blocks.0.attn.qkv", …)
+"""
 
 import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from sensorium.recipe.family_facts import FAMILIES, TEXT, FamilyFacts, Sizes, group_by_name, is_table, is_unloaded
+from sensorium.recipe import family_facts
+from sensorium.recipe.family_facts import FAMILIES, TEXT, FamilyFacts, Shapes, Sizes, group_by_name, is_unloaded
 from sensorium.recipe.names import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import RecipeError
@@ -18,7 +24,7 @@ from sensorium.vocabulary.errors import RecipeError
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: its name (in the files, which may differ from the model's before the layer), group and sizes."""
+    """A linear layer: its name in the files (whose prefix may differ from the model's), group and sizes."""
 
     name: str
     group: str
@@ -27,16 +33,16 @@ class Linear:
 
 
 def ends_in(name: str, modules: Sequence[str]) -> bool:
-    """Whether a layer's name ends in one of these, by whole words; any name does, where none are given."""
+    """Whether a layer's name ends in one of these, by whole words; always True where none are given."""
     return not modules or any(f".{name}".endswith(f".{module}") for module in modules)
 
 
 def linears_in(shapes: Mapping[str, Sequence[int]], facts: FamilyFacts | None) -> tuple[Linear, ...]:
-    """Those among the tensors of a checkpoint of a family: tables, and the routers and experts of a mixture, are none."""
+    """The linear layers among a checkpoint's tensors: tables, and the routers and experts of a mixture, are none."""
     found = []
     for tensor, shape in shapes.items():
         name = tensor.removesuffix(".weight")
-        if len(shape) == 2 and name != tensor and not is_table(name, facts) and ".experts." not in name:
+        if len(shape) == 2 and name != tensor and not family_facts.is_table(name, facts) and ".experts." not in name:
             found.append(Linear(name, group_by_name(tensor, facts), shape[1], shape[0]))
     return tuple(found)
 
@@ -44,11 +50,7 @@ def linears_in(shapes: Mapping[str, Sequence[int]], facts: FamilyFacts | None) -
 def linears_by_config(config: dict[str, Any]) -> tuple[Linear, ...]:
     """Linear layers from a config alone, for the families we know."""
     config = config.get("thinker_config", config)
-    text = config.get("text_config", config)
-    found = list(_language_linears(text))
-    if not _tied(config):
-        found.append(Linear("lm_head", "head", text["hidden_size"], text["vocab_size"]))
-    return (*found, *linears_in(tower_tensors(config), facts_of(config)))
+    return linears_in(tensors_by_config(config), facts_of(config))
 
 
 def facts_of(config: dict[str, Any]) -> FamilyFacts | None:
@@ -61,38 +63,53 @@ def _family(config: dict[str, Any]) -> str:
     return name.removesuffix("_thinker")  # an Omni model without the parts that speak
 
 
+def tensors_by_config(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The tensors of a whole model by its config; where the head is the embeddings, without it."""
+    text = config.get("text_config", config)
+    tensors = dict(_language_tensors(text, FAMILIES.get(text.get("model_type", _family(config)).removesuffix("_text"))))
+    if not _tied(config):
+        tensors["lm_head.weight"] = [text["vocab_size"], text["hidden_size"]]
+    return tensors | tower_tensors(config)
+
+
 def tower_tensors(config: dict[str, Any]) -> dict[str, list[int]]:
     """The tensors of a model's towers and projectors by its config; of a family without facts an estimate of the blocks."""
     facts = facts_of(config)
     if facts is not None:
         return dict(facts.tensors(config)) if facts.tensors else {}
-    vision, found = config.get("vision_config"), {}
-    for i in range(vision["depth"]) if vision else ():
-        hidden, wide, at = vision["hidden_size"], vision["intermediate_size"], f"visual.blocks.{i}"
-        found |= {f"{at}.attn.qkv.weight": [3 * hidden, hidden], f"{at}.attn.proj.weight": [hidden, hidden]}
-        found |= {f"{at}.mlp.{name}_proj.weight": [wide, hidden] for name in ("gate", "up")}
-        found[f"{at}.mlp.down_proj.weight"] = [hidden, wide]
-    return found
+    if not (vision := config.get("vision_config")):
+        return {}
+    hidden, wide = vision["hidden_size"], vision["intermediate_size"]
+    block = {"attn.qkv": [3 * hidden, hidden], "attn.proj": [hidden, hidden], "mlp.down_proj": [hidden, wide]}
+    block |= {"mlp.gate_proj": [wide, hidden], "mlp.up_proj": [wide, hidden]}
+    return dict(family_facts.affine_layers("visual.blocks", vision["depth"], block))
 
 
-def _language_linears(text: dict[str, Any]) -> Iterator[Linear]:
+def _language_tensors(text: dict[str, Any], facts: FamilyFacts | None) -> Shapes:
+    """The tensors of a language model with layers as Qwen's or Llama's; its own family's facts tell biases and norms."""
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     head_dim = text.get("head_dim") or hidden // heads
     queries, keys = heads * head_dim, text.get("num_key_value_heads", heads) * head_dim
+    outputs = {"q": queries, "k": keys, "v": keys}
+    layer = {f"self_attn.{name}_proj.weight": [size, hidden] for name, size in outputs.items()}
+    layer |= {"self_attn.o_proj.weight": [hidden, queries]}
+    layer |= {"input_layernorm.weight": [hidden], "post_attention_layernorm.weight": [hidden]}
+    if facts and facts.query_bias:
+        layer |= {f"self_attn.{name}_proj.bias": [size] for name, size in outputs.items()}
+    if facts and facts.query_norm:
+        layer |= {"self_attn.q_norm.weight": [head_dim], "self_attn.k_norm.weight": [head_dim]}
+    if experts := text.get("num_experts") or text.get("num_local_experts", 0):
+        wide = text["moe_intermediate_size"]
+        layer |= {"mlp.gate.weight": [experts, hidden], "mlp.experts.gate_up_proj": [experts, 2 * wide, hidden],
+                  "mlp.experts.down_proj": [experts, hidden, wide]}  # fmt: skip
+    else:
+        wide = text["intermediate_size"]
+        layer |= {"mlp.gate_proj.weight": [wide, hidden], "mlp.up_proj.weight": [wide, hidden],
+                  "mlp.down_proj.weight": [hidden, wide]}  # fmt: skip
+    yield "language_model.embed_tokens.weight", [text["vocab_size"], hidden]
+    yield "language_model.norm.weight", [hidden]
     for i in range(text["num_hidden_layers"]):
-        at = f"language_model.layers.{i}"
-        yield Linear(f"{at}.self_attn.q_proj", "language", hidden, queries)
-        yield Linear(f"{at}.self_attn.k_proj", "language", hidden, keys)
-        yield Linear(f"{at}.self_attn.v_proj", "language", hidden, keys)
-        yield Linear(f"{at}.self_attn.o_proj", "language", queries, hidden)
-        if not text.get("num_experts_per_tok", 0):
-            yield from _gated(at, "language", hidden, text["intermediate_size"])
-
-
-def _gated(at: str, group: str, hidden: int, wide: int) -> Iterator[Linear]:
-    yield Linear(f"{at}.mlp.gate_proj", group, hidden, wide)
-    yield Linear(f"{at}.mlp.up_proj", group, hidden, wide)
-    yield Linear(f"{at}.mlp.down_proj", group, wide, hidden)
+        yield from ((f"language_model.layers.{i}.{name}", shape) for name, shape in layer.items())
 
 
 def told_by_part(names: Iterable[str], most: int = 4) -> str:
@@ -116,7 +133,7 @@ MOST_LAYERS = 64
 
 
 def family_and_layers(name: str) -> tuple[str, int]:
-    """What a name such as ``qwen3`` or ``qwen3:4`` asks for: the family, and how many layers its language model has."""
+    """The family and the number of its language model's layers that a name such as ``qwen3`` or ``qwen3:4`` means."""
     family, colon, layers = name.partition(":")
     if colon and not (layers.isdecimal() and 1 <= int(layers) <= MOST_LAYERS):
         raise RecipeError(
@@ -126,7 +143,7 @@ def family_and_layers(name: str) -> tuple[str, int]:
 
 
 def tiny_config(family: str, layers: int = TEXT["num_hidden_layers"]) -> Sizes:
-    """What the config.json of a tiny model says about its sizes."""
+    """The sizes in the config.json of a tiny model."""
     kind = FAMILIES[family]
     text = kind.text | {"vocab_size": kind.rows, "num_hidden_layers": layers}
     name = {"model_type": family, "tie_word_embeddings": True, **kind.more}
@@ -141,22 +158,22 @@ def tiny_config(family: str, layers: int = TEXT["num_hidden_layers"]) -> Sizes:
     return config
 
 
-LONGEST_HEADER = 100_000_000
-"""Bytes of a safetensors header at most, as safetensors itself has it."""
+LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 
 class IncompleteConfig(RecipeError):
-    """A config.json that leaves the sizes of a model to defaults, which only transformers knows."""
+    """A config.json that leaves sizes of a model to the defaults of transformers."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. ``parameters`` counts them by group; ``exact`` says whether the weights themselves were counted.
+    """Sizes of a model. ``parameters`` counts them by group; ``exact``: by the weights themselves, not by the config.
 
     ``linears`` are the layers that low-rank adapters can sit on. ``queries`` is the size of a token's queries, all heads
-    together: Qwen3-VL's is up to twice the hidden size.
+    together: Qwen3-VL's is up to twice the hidden size. ``positions``: the longest context that the model was made for, in
+    tokens; 0 if its config does not say.
     """
 
     family: str
@@ -173,7 +190,6 @@ class ModelShape:
     tower_depth: int = 0
     tower_mlp: int = 0
     positions: int = 0
-    """The longest context that it was made for, in tokens; 0 if its config does not say."""
 
     @property
     def total(self) -> int:
@@ -191,7 +207,7 @@ class ModelShape:
 
 
 def is_ours(path: str) -> bool:
-    """Whether a ``model.path`` means a small model that is shipped or made on the spot: nothing of it needs a check."""
+    """Whether a ``model.path`` means a small model that is shipped or made on the spot: its files need no check."""
     return path.partition(":")[0] in ("tiny", "package")
 
 
@@ -226,7 +242,7 @@ def read_shape(
 
 
 def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bool) -> ModelShape:
-    """The shape by a config, and by the weights where there are some; ``exact`` where the config is known to tell all."""
+    """The shape by a config, and by the weights where there are some; ``exact`` if the config is known to be complete."""
     text = config.get("text_config", config)
     heads = text["num_attention_heads"]
     head_dim = text.get("head_dim") or text["hidden_size"] // heads
@@ -255,40 +271,18 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
 
 
 def shape_by_config(config: dict[str, Any]) -> ModelShape:
-    """The shape that a config alone tells, for the families we know."""
+    """The shape by a config alone, for the families we know."""
     return _shape_of(config, {}, exact=False)
 
 
 def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     """Parameters by group from a config alone, for the families we know."""
-    text = config.get("text_config", config)
-    table = text["vocab_size"] * text["hidden_size"]
-    counts = dict.fromkeys(PARAMETER_GROUPS, 0) | _count_weights(tower_tensors(config), facts_of(config))
-    own = FAMILIES.get(text.get("model_type", _family(config)).removesuffix("_text"))
-    counts["language"] += table + _language_size(text, own)
-    counts["head"] += 0 if _tied(config) else table
-    return counts
+    return _count_weights(tensors_by_config(config), facts_of(config))
 
 
 def _tied(config: dict[str, Any]) -> bool:
     """Whether the head is the embeddings."""
     return bool(config.get("tie_word_embeddings", config.get("text_config", config).get("tie_word_embeddings", False)))
-
-
-def _language_size(text: dict[str, Any], facts: FamilyFacts | None) -> int:
-    hidden, heads = text["hidden_size"], text["num_attention_heads"]
-    head_dim = text.get("head_dim") or hidden // heads
-    queries, pairs = heads * head_dim, 2 * text.get("num_key_value_heads", heads) * head_dim
-    attention = hidden * (2 * queries + pairs)
-    if facts and facts.query_norm:
-        attention += 2 * head_dim
-    if facts and facts.query_bias:
-        attention += queries + pairs
-    if experts := text.get("num_experts") or text.get("num_local_experts", 0):
-        mlp = experts * 3 * hidden * text["moe_intermediate_size"] + hidden * experts
-    else:
-        mlp = 3 * hidden * text["intermediate_size"]
-    return int(text["num_hidden_layers"] * (attention + mlp + 2 * hidden) + hidden)
 
 
 def _weight_shapes(folder: Path, unused: Sequence[str]) -> dict[str, list[int]]:

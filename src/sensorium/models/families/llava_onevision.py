@@ -17,11 +17,10 @@ from math import ceil, isqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.models.deferred import DeferredModule
-from sensorium.models.families.qwen2_5_vl import repeated
-from sensorium.models.families.rope_positions import one_axis_positions
+from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.text import QWEN2
 from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
-from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items
 from sensorium.models.segment_layout import Expansion
 from sensorium.recipe.family_facts import PLAIN_VISION, Config, FamilyFacts, Shapes, affine, chat_template
@@ -66,21 +65,17 @@ def tower_tensors(config: Config) -> Shapes:
     yield from affine("multi_modal_projector.linear_2", [size, size])
 
 
-class LlavaOnevisionMedia:
+class LlavaOnevisionMedia(DefaultMedia):
     """Pictures and videos of LLaVA-OneVision as tokens and positions.
 
     The grid of a picture is (tiles, its own height, its own width); of a video (frames, side, side of a frame's features).
     """
 
-    written_tokens: ClassVar[tuple[str, ...]] = ()
+    frame_rule = FrameRule("middle")
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.processor, self._tile = processor, config.vision_config.image_size
-        self.frame_rule = FrameRule("middle")
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": config.video_token_id}
-        self.stand_ins: dict[str, int] = {}
-        self.joined: dict[MediaKind, tuple[str, str]] = {}
-        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
         side = ceil(isqrt(processor.num_image_tokens) / 2)
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": GridsOfTiles(processor.image_processor),
@@ -96,10 +91,6 @@ class LlavaOnevisionMedia:
         if self.processor.vision_feature_select_strategy == "default":
             count -= 1
         return repeated(self.placeholders["picture"], count)
-
-    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """One after another, as text."""
-        return one_axis_positions(ids_T)
 
 
 class GridsOfTiles:
@@ -119,7 +110,7 @@ class GridsOfTiles:
         return prepared
 
 
-class LlavaOnevision:
+class LlavaOnevision(DefaultModel):
     """The adapter of ``LlavaOnevisionForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = LlavaOnevisionMedia
@@ -137,7 +128,6 @@ class LlavaOnevision:
         tables=("position_embedding",),
         unloaded=(SIGLIP_HEAD,),
     )
-    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("model.vision_tower.",),
         "projector": ("model.multi_modal_projector.", "model.image_newline"),
@@ -146,39 +136,33 @@ class LlavaOnevision:
     }
 
     def __init__(self, model: Any) -> None:
-        self._core = model.model
-        self.language_model = self._core.language_model
-        self.head = model.lm_head
-        tower = TileTower([self._core.vision_tower, self._core.multi_modal_projector], self._look, self._finish)
-        tower.module.register_parameter("image_newline", self._core.image_newline)
+        super().__init__(model)
+        tower = TileTower([self.core.vision_tower, self.core.multi_modal_projector], self._look, self._finish)
+        tower.module.register_parameter("image_newline", self.core.image_newline)
         self.towers: dict[MediaKind, Tower] = {"picture": tower, "video": tower}
-
-    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
-        """One axis: the three are equal."""
-        return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])
 
     def _look(self, tiles_N3SS: Tensor) -> Tensor:
         """Features of tiles, of the layers that the config names."""
-        config = self._core.config
-        states = self._core.vision_tower(tiles_N3SS, output_hidden_states=True, return_dict=True).hidden_states
+        config = self.core.config
+        states = self.core.vision_tower(tiles_N3SS, output_hidden_states=True, return_dict=True).hidden_states
         layer = config.vision_feature_layer
         chosen = states[layer] if isinstance(layer, int) else torch.cat([states[i] for i in layer], dim=-1)
-        found: Tensor = self._core.multi_modal_projector(
+        found: Tensor = self.core.multi_modal_projector(
             chosen[:, 1:] if config.vision_feature_select_strategy == "default" else chosen
         )
         return found
 
     def _finish(self, seen_NKH: Tensor, extent: Extent) -> Tensor:
         """Tiles of a picture put together, without margins, or frames of a video made smaller; marks between them."""
-        newline: nn.Parameter = self._core.image_newline
+        newline: nn.Parameter = self.core.image_newline
         if extent.kind == "video":
-            pooled_NKH: Tensor = self._core.apply_pooling(seen_NKH)
+            pooled_NKH: Tensor = self.core.apply_pooling(seen_NKH)
             return torch.cat([pooled_NKH.flatten(0, 1), newline[None].to(pooled_NKH)])
-        packed, _ = self._core.pack_image_features(
+        packed, _ = self.core.pack_image_features(
             [seen_NKH],
             torch.tensor([extent.grid[1:]]),
             image_newline=newline,
-            vision_aspect_ratio=self._core.config.vision_aspect_ratio,
+            vision_aspect_ratio=self.core.config.vision_aspect_ratio,
         )
         found: Tensor = packed[0]
         return found

@@ -1,4 +1,7 @@
-"""Qwen2.5-Omni's audio tower: sounds of any length in one pass, each attending within its own stretches of two seconds."""
+"""Qwen2.5-Omni's thinker: the tower of Qwen2.5-VL, an audio tower over sounds of any length, three-axis positions.
+
+A sound attends within stretches of two seconds; all sounds go through the tower in one pass.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.models.deferred import DeferredModule
+from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.qwen2_5_vl import (
     PARTS,
     THREE_AXES,
     WINDOWED,
     merged_patches,
     merged_sides,
-    repeated,
     seconds_per_step,
     sight_processors,
     window_tables,
@@ -28,7 +31,7 @@ from sensorium.models.families.rope_positions import (
     three_axis_positions,
     timed_steps,
 )
-from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import (
     Extent,
     PicturePreprocessor,
@@ -41,7 +44,7 @@ from sensorium.models.prepared_media import (
     video_settings,
 )
 from sensorium.models.segment_layout import Expansion, Features, Runs
-from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, chat_template
+from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, affine_layers, chat_template
 from sensorium.vocabulary.content import MediaKind
 
 if TYPE_CHECKING:
@@ -100,16 +103,11 @@ def tower_tensors(config: Config) -> Shapes:
 def whisper_layers(at: str, audio: dict[str, Any], *, key_bias: bool = False) -> Shapes:
     """The layers of an audio tower, whose keys have no bias as a rule."""
     hidden, wide = audio["d_model"], audio["encoder_ffn_dim"]
-    for i in range(audio["encoder_layers"]):
-        layer = f"{at}.layers.{i}"
-        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-            yield f"{layer}.self_attn.{name}.weight", [hidden, hidden]
-            if name != "k_proj" or key_bias:
-                yield f"{layer}.self_attn.{name}.bias", [hidden]
-        yield from affine(f"{layer}.self_attn_layer_norm", [hidden])
-        yield from affine(f"{layer}.fc1", [wide, hidden])
-        yield from affine(f"{layer}.fc2", [hidden, wide])
-        yield from affine(f"{layer}.final_layer_norm", [hidden])
+    attention = {f"self_attn.{name}_proj": [hidden, hidden] for name in ("k", "v", "q", "out")}
+    layers = affine_layers(f"{at}.layers", audio["encoder_layers"], attention | {
+        "self_attn_layer_norm": [hidden], "fc1": [wide, hidden], "fc2": [hidden, wide], "final_layer_norm": [hidden],
+    })  # fmt: skip
+    yield from (tensor for tensor in layers if key_bias or not tensor[0].endswith("k_proj.bias"))
 
 
 class SoundTower:
@@ -129,28 +127,27 @@ class SoundTower:
         return [Features(embeds_NH) for embeds_NH in torch.split(heard_NH, [sound_tokens(length) for length in lengths])]
 
 
-# Sound and video are blocks of their own. With ``use_audio_in_video`` a video and its sound are one block, interleaved
-# by chunks of two seconds.
+class Qwen25OmniMedia(DefaultMedia):
+    """Pictures, videos and sounds of Qwen2.5-Omni as tokens and positions.
 
+    Each sound and video is a block. With ``use_audio_in_video`` a video and its sound are one block, interleaved by chunks
+    of two seconds; with ``shared_marks`` the two marks before it share a position, and so do those after it.
+    """
 
-class Qwen25OmniMedia:
-    """Pictures, videos and sounds of Qwen2.5-Omni as tokens and positions."""
+    shared_marks: ClassVar[bool] = True
+    count_sound = staticmethod(sound_tokens)
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.vision, self.positions_a_second = config.vision_config, config.position_id_per_seconds
         marks = (processor.audio_bos_token, processor.audio_eos_token)
         self.sound_marks: tuple[int, ...] = tuple(processor.tokenizer.convert_tokens_to_ids(list(marks)))
         self.chunk_s = float(getattr(config, "seconds_per_chunk", 2.0))
-        self.written_tokens: tuple[str, ...] = ()
         self.placeholders: dict[MediaKind, int] = {
             "picture": config.image_token_id,
             "video": config.video_token_id,
             "sound": config.audio_token_id,
         }
         self.frame_rule = frame_rule(processor, self.vision, 768 * 28 * 28)
-        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
-        self.stand_ins: dict[str, int] = {}
-        self.joined: dict[MediaKind, tuple[str, str]] = {}
         settings = video_settings(processor.video_processor) | {"size": frame_size(processor)}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
@@ -164,8 +161,8 @@ class Qwen25OmniMedia:
         return self.chunk_s
 
     def expand(self, extent: Extent) -> Expansion:
-        """One token per merged patch of what is seen, one for 40 ms of what is heard."""
-        count = sound_tokens(extent.grid[0]) if extent.kind == "sound" else merged_patches(extent, self.vision)
+        """One token per merged patch of a picture or video; a sound has 25 a second (Qwen3-Omni: 13)."""
+        count = self.count_sound(extent.grid[0]) if extent.kind == "sound" else merged_patches(extent, self.vision)
         return repeated(self.placeholders[extent.kind], count)
 
     def interleave(self, video: Extent, sound: Extent) -> tuple[tuple[int, ...], Runs, Runs]:
@@ -182,7 +179,9 @@ class Qwen25OmniMedia:
             if extent.has_sound:
                 continue
             if i and extents[i - 1].has_sound:
-                blocks.append(self.heard_block(extents[i - 1], extent))
+                video, order = extents[i - 1], self.order(extents[i - 1], extent)
+                pair = self._block(video), self._block(extent)
+                blocks.append(interleaved_block(*pair, order, shared_marks=self.shared_marks))
             else:
                 blocks.append(self._block(extent))
         return three_axis_positions(ids_T, self.placeholders.values(), blocks)
@@ -191,19 +190,14 @@ class Qwen25OmniMedia:
         """The order in which the tokens of a video and of its sound are written."""
         return chunk_order(self._block(video), self._block(sound), int(self.chunk_s * self.positions_a_second))
 
-    def heard_block(self, video: Extent, sound: Extent) -> MarkedBlock:
-        """The positions of a video with its sound."""
-        seen_3N, heard_3M = self._block(video), self._block(sound)
-        return interleaved_block(seen_3N, heard_3M, self.order(video, sound), shared_marks=True)
-
     def _block(self, extent: Extent) -> Tensor:
         if extent.kind == "sound":
-            return line_offsets(sound_tokens(extent.grid[0]))
+            return line_offsets(self.count_sound(extent.grid[0]))
         times_K = timed_steps(extent.grid[0], seconds_per_step(extent, self.vision), self.positions_a_second)
         return grid_offsets(times_K, *merged_sides(extent, self.vision))
 
 
-class Qwen25Omni:
+class Qwen25Omni(DefaultModel):
     """The adapter of ``Qwen2_5OmniThinkerForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = Qwen25OmniMedia
@@ -227,7 +221,6 @@ class Qwen25Omni:
         names=("2.5-omni",),
         query_bias=True,
     )
-    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("visual.",),
         "audio": ("audio_tower.",),
@@ -237,14 +230,14 @@ class Qwen25Omni:
     }
 
     def __init__(self, model: Any) -> None:
-        self.language_model = model.model
-        self.head = model.lm_head
-        sight = tower.VisionTower(model.visual, window_tables(model.config.vision_config))
-        self.towers: dict[MediaKind, Tower] = {
-            "picture": sight,
-            "video": sight,
-            "sound": SoundTower(model.audio_tower),
-        }
+        self.core, self.language_model, self.head = model, model.model, model.lm_head
+        sight, sound = self.make_towers()
+        self.towers: dict[MediaKind, Tower] = {"picture": sight, "video": sight, "sound": sound}
+
+    def make_towers(self) -> tuple[Tower, Tower]:
+        """The towers of pictures and videos, and of sounds."""
+        sight = tower.VisionTower(self.core.visual, window_tables(self.core.config.vision_config))
+        return sight, SoundTower(self.core.audio_tower)
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.models.deferred import DeferredModule
+from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.rope_positions import grid_offsets, three_axis_positions, timed_steps
-from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import (
     Extent,
     PicturePreprocessor,
@@ -17,7 +18,7 @@ from sensorium.models.prepared_media import (
     video_settings,
 )
 from sensorium.models.segment_layout import Expansion
-from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, chat_template
+from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, affine_layers, chat_template
 from sensorium.vocabulary.content import MediaKind
 
 if TYPE_CHECKING:
@@ -73,16 +74,14 @@ def windowed_tower(vision: dict[str, Any], *, fused: bool = True) -> Shapes:
     """The tensors of the tower: gated MLPs; ``fused``: queries, keys and values are one layer (not in Qwen2.5-Omni)."""
     hidden, wide = vision["hidden_size"], vision["intermediate_size"]
     yield "visual.patch_embed.proj.weight", [hidden, *patch_shape(vision)]
+    heads = {"attn.qkv": [3 * hidden, hidden]} if fused else {f"attn.{name}": [hidden, hidden] for name in "qkv"}
+    yield from affine_layers("visual.blocks", vision["depth"], heads | {
+        "attn.proj": [hidden, hidden], "mlp.gate_proj": [wide, hidden], "mlp.up_proj": [wide, hidden],
+        "mlp.down_proj": [hidden, wide],
+    })  # fmt: skip
     for i in range(vision["depth"]):
-        at = f"visual.blocks.{i}"
-        yield f"{at}.norm1.weight", [hidden]
-        yield f"{at}.norm2.weight", [hidden]
-        for name, parts in (("qkv", 3),) if fused else (("q", 1), ("k", 1), ("v", 1)):
-            yield from affine(f"{at}.attn.{name}", [parts * hidden, hidden])
-        yield from affine(f"{at}.attn.proj", [hidden, hidden])
-        yield from affine(f"{at}.mlp.gate_proj", [wide, hidden])
-        yield from affine(f"{at}.mlp.up_proj", [wide, hidden])
-        yield from affine(f"{at}.mlp.down_proj", [hidden, wide])
+        yield f"visual.blocks.{i}.norm1.weight", [hidden]
+        yield f"visual.blocks.{i}.norm2.weight", [hidden]
     merged = hidden * vision.get("spatial_merge_size", 2) ** 2
     yield "visual.merger.ln_q.weight", [hidden]
     yield from affine("visual.merger.mlp.0", [merged, merged])
@@ -95,7 +94,7 @@ def patch_shape(vision: dict[str, Any]) -> list[int]:
     return [vision.get("in_channels", 3), vision.get("temporal_patch_size", 2), side, side]
 
 
-class Qwen25VLMedia:
+class Qwen25VLMedia(DefaultMedia):
     """Pictures and videos of Qwen2.5-VL as tokens and positions."""
 
     written_tokens: ClassVar[tuple[str, ...]] = WRITTEN_TOKENS
@@ -104,9 +103,6 @@ class Qwen25VLMedia:
         self.processor, self.vision = processor, config.vision_config
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": config.video_token_id}
         self.frame_rule = frame_rule(processor, self.vision, 768 * 28 * 28)
-        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
-        self.stand_ins: dict[str, int] = {}
-        self.joined: dict[MediaKind, tuple[str, str]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": PicturePreprocessor(processor.image_processor),
             "video": VideoPreprocessor(processor.video_processor, video_settings(processor.video_processor)),
@@ -127,7 +123,7 @@ class Qwen25VLMedia:
         return [grid_offsets(times_K, *merged_sides(extent, self.vision))]
 
 
-class Qwen25VL:
+class Qwen25VL(DefaultModel):
     """The adapter of ``Qwen2_5_VLForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = Qwen25VLMedia
@@ -146,7 +142,6 @@ class Qwen25VL:
         light_tower=True,
         vllm=True,
     )
-    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("model.visual.",),
         "projector": ("model.visual.merger.",),
@@ -155,25 +150,17 @@ class Qwen25VL:
     }
 
     def __init__(self, model: Any) -> None:
-        self.core = model.model
-        self.language_model = model.model.language_model
-        self.head = model.lm_head
-        self.vision = model.config.vision_config
+        super().__init__(model)
         sight = tower.VisionTower(self.core.visual, self.tables())
         self.towers: dict[MediaKind, Tower] = {"picture": sight, "video": sight}
 
     def tables(self) -> MakeTables:
         """The function from grids to the tower's index tables."""
-        return window_tables(self.vision)
+        return window_tables(self.core.config.vision_config)
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""
         return self.language_model.rotary_emb(hidden_BTH, positions_3BT)
-
-
-def repeated(token: int, count: int) -> Expansion:
-    """A placeholder that becomes so many of itself, each of which takes a feature."""
-    return Expansion((token,) * count, ((0, count),))
 
 
 def merged_patches(extent: Extent, vision: Any) -> int:

@@ -16,24 +16,23 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.models.deferred import DeferredModule
+from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.qwen2_5_omni import sound_extractor, whisper_layers
-from sensorium.models.families.qwen2_5_vl import repeated
-from sensorium.models.families.rope_positions import one_axis_positions
 from sensorium.models.families.text import QWEN2
-from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, SoundPreprocessor, TowerInput, sound_tokens
 from sensorium.models.segment_layout import Expansion, Features
 from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media, MediaKind
-from sensorium.vocabulary.decoding import FrameRule
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import conversion_mapping
 
     from sensorium.data.sound import DecodedAudio
 else:
-    torch = DeferredModule("torch")
+    torch, conversion_mapping = DeferredModule("torch"), DeferredModule("transformers.conversion_mapping")
 
 TOKENS = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
 NUMBERED = (
@@ -47,6 +46,17 @@ MARGIN = 2
 def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
     """The processor of a tiny Qwen2-Audio."""
     return library.Qwen2AudioProcessor(**given, **sound_extractor(library, config))
+
+
+def save_as_published(model: Any) -> None:
+    """Let a stock model be saved with "language_model.model." in its names, as published.
+
+    transformers 5.17 reverts the renamings of two classes, and would write "language_model.model.model.".
+    """
+    renamings = getattr(model, "_weight_conversions", None)
+    if renamings is None:  # built, not loaded
+        renamings = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [one for one in renamings if one.target_patterns != ["language_model"]]
 
 
 def tower_tensors(config: Config) -> Shapes:
@@ -71,26 +81,16 @@ class PaddedSounds(SoundPreprocessor):
         return TowerInput(made["input_features"][0, :, : extent.grid[0] + MARGIN].T.contiguous(), extent)
 
 
-class Qwen2AudioMedia:
+class Qwen2AudioMedia(DefaultMedia):
     """Sounds of Qwen2-Audio as tokens and positions."""
-
-    written_tokens: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.placeholders: dict[MediaKind, int] = {"sound": config.audio_token_id}
-        self.frame_rule = FrameRule()
-        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
-        self.stand_ins: dict[str, int] = {}
-        self.joined: dict[MediaKind, tuple[str, str]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {"sound": PaddedSounds(processor.feature_extractor)}
 
     def expand(self, extent: Extent) -> Expansion:
         """One token for 40 ms."""
         return repeated(self.placeholders["sound"], sound_tokens(extent.grid[0]))
-
-    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """One after another, as text."""
-        return one_axis_positions(ids_T)
 
 
 class WhisperTower:
@@ -117,7 +117,7 @@ class WhisperTower:
         return embeds_1NH[0]
 
 
-class Qwen2Audio:
+class Qwen2Audio(DefaultModel):
     """The adapter of ``Qwen2AudioForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = Qwen2AudioMedia
@@ -132,12 +132,12 @@ class Qwen2Audio:
         token_keys={"audio_token_index": "<|AUDIO|>"},
         words="Audio sound hear tone high low loud soft",
         processor=tiny_processor,
+        before_saving=save_as_published,
         tensors=tower_tensors,
         parts=(("multi_modal_projector.", "projector"), ("audio_tower.", "audio")),
         tables=("embed_positions",),
-        names=("qwen2-audio",),
+        names=("2-audio",),
     )
-    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "audio": ("model.audio_tower.",),
         "projector": ("model.multi_modal_projector.",),
@@ -146,15 +146,11 @@ class Qwen2Audio:
     }
 
     def __init__(self, model: Any) -> None:
-        core = model.model
-        self.language_model = core.language_model
-        self.head = model.lm_head
+        super().__init__(model)
+        encoder, projector = self.core.audio_tower, self.core.multi_modal_projector
         # The table of sines is never trained: a buffer of the same name is saved alike and belongs to no optimizer.
-        table = core.audio_tower.embed_positions
+        table = encoder.embed_positions
         if "weight" in table._parameters:
             table.register_buffer("weight", table._parameters.pop("weight").detach())
-        self.towers: dict[MediaKind, Tower] = {"sound": WhisperTower(core.audio_tower, core.multi_modal_projector)}
-
-    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
-        """One axis: the three are equal."""
-        return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])
+        self.towers: dict[MediaKind, Tower] = {"sound": WhisperTower(encoder, projector)}
+        save_as_published(model)

@@ -25,7 +25,6 @@ from sensorium.models.families.qwen2_5_vl import (
     PARTS,
     WRITTEN_TOKENS,
     merged_patches,
-    repeated,
     seconds_per_step,
     sight_processors,
 )
@@ -37,12 +36,11 @@ from sensorium.models.families.qwen3_vl import (
     deepstack_tower,
     interpolation_tables,
 )
-from sensorium.models.families.rope_positions import MarkedBlock, interleaved_block, line_offsets
-from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, TowerInput, frame_rule, refuse_other_rate
-from sensorium.models.segment_layout import Expansion, Features
+from sensorium.models.segment_layout import Features
 from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, chat_template
-from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, ModelError
 
 if TYPE_CHECKING:
@@ -161,15 +159,15 @@ def _windows(counts: Sequence[int], window: int) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
 
 
-# Media are blocks as in Qwen2.5-Omni, on a clock of 13 positions a second (the checkpoint's config says it).
-
-
 class Qwen3OmniMedia(Qwen25OmniMedia):
-    """Pictures, videos and sounds of Qwen3-Omni as tokens and positions."""
+    """Media as those of Qwen2.5-Omni, with 13 positions a second (by the checkpoint's config), each mark at its own."""
+
+    written_tokens: ClassVar[tuple[str, ...]] = WRITTEN_TOKENS
+    shared_marks: ClassVar[bool] = False
+    count_sound = staticmethod(stretched_sound_tokens)
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self.written_tokens = WRITTEN_TOKENS
         self.frame_rule = frame_rule(processor, self.vision, 768 * 32 * 32)
         self.preprocessors["sound"] = UnpaddedSounds(processor.feature_extractor)
 
@@ -178,12 +176,6 @@ class Qwen3OmniMedia(Qwen25OmniMedia):
         """Frames and sound are merged token by token, so that steps may be of any length."""
         return inf
 
-    def expand(self, extent: Extent) -> Expansion:
-        """One token per merged patch of what is seen, 13 for a second of what is heard."""
-        if extent.kind != "sound":
-            return super().expand(extent)
-        return repeated(self.placeholders["sound"], stretched_sound_tokens(extent.grid[0]))
-
     def order(self, video: Extent, sound: Extent) -> Tensor:
         """Token by token: each of the video before the first of the sound that is not earlier."""
         steps = torch.arange(video.grid[0], dtype=torch.float64)
@@ -191,16 +183,6 @@ class Qwen3OmniMedia(Qwen25OmniMedia):
         seen_N = times.repeat_interleave(merged_patches(video, self.vision) // video.grid[0])
         heard_M = torch.arange(stretched_sound_tokens(sound.grid[0]))
         return torch.argsort(torch.cat([seen_N, heard_M]), stable=True)
-
-    def heard_block(self, video: Extent, sound: Extent) -> MarkedBlock:
-        """The positions of a video with its sound, all marks one after another."""
-        seen_3N, heard_3M = self._block(video), self._block(sound)
-        return interleaved_block(seen_3N, heard_3M, self.order(video, sound), shared_marks=False)
-
-    def _block(self, extent: Extent) -> Tensor:
-        if extent.kind == "sound":
-            return line_offsets(stretched_sound_tokens(extent.grid[0]))
-        return super()._block(extent)
 
 
 class Qwen3Omni(Qwen25Omni):
@@ -226,18 +208,12 @@ class Qwen3Omni(Qwen25Omni):
         names=("3-omni",),
         query_norm=True,
     )
-    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **Qwen25Omni.groups,
         "projector": ("visual.merger.", "visual.merger_list.", "audio_tower.ln_post.", "audio_tower.proj"),
     }
 
-    def __init__(self, model: Any) -> None:
-        self.language_model = model.model
-        self.head = model.lm_head
-        sight = tower.VisionTower(model.visual, interpolation_tables(model.visual))
-        self.towers: dict[MediaKind, Tower] = {
-            "picture": sight,
-            "video": sight,
-            "sound": StretchedSoundTower(model.audio_tower),
-        }
+    def make_towers(self) -> tuple[Tower, Tower]:
+        """The towers of pictures and videos, and of sounds."""
+        visual = self.core.visual
+        return tower.VisionTower(visual, interpolation_tables(visual)), StretchedSoundTower(self.core.audio_tower)

@@ -1,7 +1,7 @@
 """Qwen3-VL, dense or with experts.
 
-Its tower also speaks to the first layers of the language model (deepstack). A video is told temporal patch by temporal
-patch, each after the time it was taken at; so positions need no seconds.
+Features of its tower are also added in the first layers of the language model (deepstack). A video is written temporal
+patch by temporal patch, each after its timestamp, so positions need no seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sensorium.models.families.rope_positions import grid_offsets
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import Extent, frame_rule
 from sensorium.models.segment_layout import Expansion, expansion_of
-from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, chat_template
+from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, affine_layers, chat_template
 
 if TYPE_CHECKING:
     import torch
@@ -56,21 +56,17 @@ def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
 
 
 def deepstack_tower(vision: dict[str, Any], *, named: bool = True) -> Shapes:
-    """The tensors of the tower: plain MLPs, learned positions, a merger for each layer that the language model hears.
+    """The tensors of the tower: plain MLPs, learned positions, a merger for each layer of deepstack.
 
     ``named``: layers of mergers have names, not numbers (not in Qwen3-Omni).
     """
     hidden, wide = vision["hidden_size"], vision["intermediate_size"]
     yield from affine("visual.patch_embed.proj", [hidden, *patch_shape(vision)])
     yield "visual.pos_embed.weight", [vision["num_position_embeddings"], hidden]
-    for i in range(vision["depth"]):
-        at = f"visual.blocks.{i}"
-        yield from affine(f"{at}.norm1", [hidden])
-        yield from affine(f"{at}.norm2", [hidden])
-        yield from affine(f"{at}.attn.qkv", [3 * hidden, hidden])
-        yield from affine(f"{at}.attn.proj", [hidden, hidden])
-        yield from affine(f"{at}.mlp.linear_fc1", [wide, hidden])
-        yield from affine(f"{at}.mlp.linear_fc2", [hidden, wide])
+    yield from affine_layers("visual.blocks", vision["depth"], {
+        "norm1": [hidden], "norm2": [hidden], "attn.qkv": [3 * hidden, hidden], "attn.proj": [hidden, hidden],
+        "mlp.linear_fc1": [wide, hidden], "mlp.linear_fc2": [hidden, wide],
+    })  # fmt: skip
     merged = hidden * vision.get("spatial_merge_size", 2) ** 2
     norm, first, second = ("norm", "linear_fc1", "linear_fc2") if named else ("ln_q", "mlp.0", "mlp.2")
     several = "deepstack_merger_list" if named else "merger_list"
@@ -88,18 +84,18 @@ class Qwen3VLMedia(Qwen25VLMedia):
         super().__init__(config, processor)
         self.frame_rule = frame_rule(processor, self.vision, 768 * 32 * 32, whole_clip=True)
         self.own_marks = {"video": (config.vision_start_token_id, config.vision_end_token_id)}
-        self._told = lru_cache(maxsize=4096)(self._tell)
+        self._expand_video = lru_cache(maxsize=4096)(self._write_video)
 
     def expand(self, extent: Extent) -> Expansion:
         """A video is its temporal patches' times and merged patches in turn, as the checkpoint's processor writes it."""
-        return self._told(extent) if extent.kind == "video" else super().expand(extent)
+        return self._expand_video(extent) if extent.kind == "video" else super().expand(extent)
 
     def blocks(self, extent: Extent) -> list[Tensor]:
         """Each temporal patch is a separate block after the text of its timestamp; positions do not use seconds."""
         step_3N = grid_offsets(torch.zeros(1, dtype=torch.long), *merged_sides(extent, self.vision))
         return [step_3N] * extent.grid[0]
 
-    def _tell(self, extent: Extent) -> Expansion:
+    def _write_video(self, extent: Extent) -> Expansion:
         # The processor divides frame numbers by a rate: at a rate of 1 they are the seconds themselves.
         seconds: list[Any] = list(extent.times_s)
         metadata = video_utils.VideoMetadata(total_num_frames=len(seconds), fps=1.0, frames_indices=seconds)

@@ -96,8 +96,3 @@ def grid_offsets(times_K: Tensor, height: int, width: int) -> Tensor:
 def line_offsets(count: int) -> Tensor:
     """Offsets [3, count] of tokens in a row, as those of text and of sound are."""
     return torch.arange(count).expand(3, -1)
-
-
-def one_axis_positions(ids_T: Tensor) -> Tensor:
-    """Positions [3, T] of a family that counts media as it counts text: the three axes are equal."""
-    return torch.arange(len(ids_T)).expand(3, -1)

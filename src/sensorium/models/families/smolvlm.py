@@ -1,4 +1,4 @@
-"""SmolVLM2: pictures as rows of tiles and a whole view, videos told in English, ordinary positions.
+"""SmolVLM2: pictures as rows of tiles and a whole view, videos described in English, ordinary positions.
 
 A picture of two rows of tiles and three columns, and a video of two frames, as the checkpoint's processor writes them::
 
@@ -18,9 +18,9 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.models.deferred import DeferredModule
-from sensorium.models.families.rope_positions import one_axis_positions
+from sensorium.models.families.defaults import DefaultMedia, DefaultModel
 from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
-from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
+from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, FamilyFacts, Shapes
@@ -73,37 +73,31 @@ def tower_tensors(config: Config) -> Shapes:
 OUTRO = "\n\n"
 
 
-class SmolVLMMedia:
+class SmolVLMMedia(DefaultMedia):
     """Pictures and videos of SmolVLM2 as tokens and positions. The grid of a picture is (rows, columns, side of a tile)."""
 
-    written_tokens: ClassVar[tuple[str, ...]] = ()
+    frame_rule = FrameRule("middle")
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.processor, self._token = processor, config.image_token_id
         # Its own method passes on settings of videos to be sampled, and is warned for that at every call.
         processor.apply_chat_template = MethodType(processing_utils.ProcessorMixin.apply_chat_template, processor)
-        self.frame_rule = FrameRule("middle")
         stand_in: int = processor.tokenizer.convert_tokens_to_ids(processor.global_image_token)
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": stand_in}
-        self.stand_ins: dict[str, int] = {processor.video_token: stand_in}
-        self.joined: dict[MediaKind, tuple[str, str]] = {"video": (" ", OUTRO)}
-        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
+        self.stand_ins = {processor.video_token: stand_in}
+        self.joined = {"video": (" ", OUTRO)}
         side = config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": RowsOfTiles(processor.image_processor, side),
             "video": TiledVideos(processor.video_processor, side, "pixel_values"),
         }
-        self._told = lru_cache(maxsize=4096)(self._tell)
+        self._cached = lru_cache(maxsize=4096)(self._write)
 
     def expand(self, extent: Extent) -> Expansion:
         """As the checkpoint's processor writes it."""
-        return self._told(extent)
+        return self._cached(extent)
 
-    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """One after another, as text."""
-        return one_axis_positions(ids_T)
-
-    def _tell(self, extent: Extent) -> Expansion:
+    def _write(self, extent: Extent) -> Expansion:
         rows, columns, _ = extent.grid
         if extent.kind == "picture":
             text = self.processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
@@ -153,7 +147,7 @@ def patch_places(known: int, side: int) -> Tensor:
     return (row[:, None] * known + row).flatten()
 
 
-class SmolVLM:
+class SmolVLM(DefaultModel):
     """The adapter of ``SmolVLMForConditionalGeneration``."""
 
     media_format: ClassVar[type[MediaFormat]] = SmolVLMMedia
@@ -179,7 +173,6 @@ class SmolVLM:
             "its processor writes how many frames a video has in words. Install it: pip install 'sensorium[smolvlm]'.",
         ),
     )
-    attention: ClassVar[Any] = {"text_config": IMPLEMENTATION}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": ("model.vision_model.",),
         "projector": ("model.connector.",),
@@ -188,9 +181,8 @@ class SmolVLM:
     }
 
     def __init__(self, model: Any) -> None:
-        core, seeing = model.model, model.model.vision_model
-        self.language_model = core.text_model
-        self.head = model.lm_head
+        self.core, self.language_model, self.head = model.model, model.model.text_model, model.lm_head
+        core, seeing = self.core, self.core.vision_model
 
         def look(tiles_N3SS: Tensor) -> Tensor:
             # Not through the model's own functions: one leaves out tiles of zeros, one rounds places to bfloat16.
@@ -204,7 +196,3 @@ class SmolVLM:
 
         tower = TileTower([core.vision_model, core.connector], look)
         self.towers: dict[MediaKind, Tower] = {"picture": tower, "video": tower}
-
-    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
-        """One axis: the three are equal."""
-        return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
 
+from sensorium.models.families.defaults import DefaultMedia, DefaultModel
 from sensorium.models.families.qwen2_5_vl import SHOWN
 from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.recipe.family_facts import GENERATION, TEXT, FamilyFacts, chat_template
 from sensorium.vocabulary.content import MediaKind
-from sensorium.vocabulary.decoding import FrameRule
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 QWEN2 = TEXT | {"model_type": "qwen2"}
 """Tiny sizes of the language model of families that take several kinds of one."""
@@ -30,28 +27,19 @@ THOUGHTLESS_TURNS = (
 )
 
 
-class NoMedia:
+class NoMedia(DefaultMedia):
     """A model of text takes no media."""
 
     def __init__(self, config: Any, processor: Any) -> None:
-        self.written_tokens: tuple[str, ...] = ()
         self.placeholders: dict[MediaKind, int] = {}
-        self.frame_rule = FrameRule()
-        self.own_marks: dict[MediaKind, tuple[int, int]] = {}
-        self.stand_ins: dict[str, int] = {}
-        self.joined: dict[MediaKind, tuple[str, str]] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {}
 
     def expand(self, extent: Extent) -> NoReturn:
-        """Text models have no media."""
-        raise AssertionError("a text-only model expands nothing")
-
-    def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> NoReturn:
-        """Text models have no media."""
+        """Nothing asks for this: media are refused before."""
         raise AssertionError("a text-only model expands nothing")
 
 
-class TextModel:
+class TextModel(DefaultModel):
     """The adapter of a language model with a head; of Qwen2 and Qwen3 below."""
 
     media_format: ClassVar[type[MediaFormat]] = NoMedia
@@ -59,13 +47,9 @@ class TextModel:
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {"language": ("model.",), "head": ("lm_head.",)}
 
     def __init__(self, model: Any) -> None:
-        self.language_model = model.model
+        self.core = self.language_model = model.model
         self.head = model.lm_head
         self.towers: dict[MediaKind, Tower] = {}
-
-    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
-        """One axis: the three are equal for text."""
-        return self.language_model.rotary_emb(hidden_BTH, positions_3BT[0])
 
 
 class Qwen2(TextModel):

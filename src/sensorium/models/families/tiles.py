@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.prepared_media import Extent, TowerInput, naming_items
 from sensorium.models.segment_layout import Features
-from sensorium.recipe.family_facts import Shapes, affine
+from sensorium.recipe.family_facts import Shapes, affine, affine_layers
 from sensorium.vocabulary.content import Media
 
 if TYPE_CHECKING:
@@ -105,14 +105,10 @@ def siglip_tensors(at: str, vision: dict[str, Any]) -> Shapes:
     hidden, wide, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
     yield f"{at}.embeddings.position_embedding.weight", [(vision["image_size"] // patch) ** 2, hidden]
     yield from affine(f"{at}.embeddings.patch_embedding", [hidden, 3, patch, patch])
-    for i in range(vision["num_hidden_layers"]):
-        layer = f"{at}.encoder.layers.{i}"
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from affine(f"{layer}.self_attn.{name}", [hidden, hidden])
-        yield from affine(f"{layer}.layer_norm1", [hidden])
-        yield from affine(f"{layer}.layer_norm2", [hidden])
-        yield from affine(f"{layer}.mlp.fc1", [wide, hidden])
-        yield from affine(f"{layer}.mlp.fc2", [hidden, wide])
+    attention = {f"self_attn.{name}_proj": [hidden, hidden] for name in ("q", "k", "v", "out")}
+    yield from affine_layers(f"{at}.encoder.layers", vision["num_hidden_layers"], attention | {
+        "layer_norm1": [hidden], "layer_norm2": [hidden], "mlp.fc1": [wide, hidden], "mlp.fc2": [hidden, wide],
+    })  # fmt: skip
     yield from affine(f"{at}.post_layernorm", [hidden])
 
 
