@@ -1,7 +1,4 @@
-"""Content blocks and messages: what is said and shown, before any tokenizer.
-
-Media are referred to by content hash; their bytes live once, in the media store.
-"""
+"""Content blocks and messages, before any tokenizer. Media are named by content hash; the media store has their bytes."""
 
 import hashlib
 from dataclasses import dataclass, field, replace
@@ -24,10 +21,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Media:
-    """One picture, video or sound: sha256 of its bytes, and how a video or sound is decoded (the usual way if not said).
-
-    ``origin`` (path, row) only serves error messages.
-    """
+    """One picture, video or sound: sha256 of its bytes, and decoding parameters. ``origin`` (path, row) is for messages."""
 
     kind: MediaKind
     hash: str
@@ -42,7 +36,7 @@ class Media:
 
     @cached_property
     def key(self) -> str:
-        """Identity as text: the hash alone for a picture, hash and parameters for what can be decoded in several ways."""
+        """Identity as text: the hash of a picture; hash and parameters of a video or sound."""
         if self.parameters is None:
             return self.hash
         return f"{self.hash}-{hashlib.blake2b(repr(self.parameters).encode(), digest_size=8).hexdigest()}"
@@ -58,23 +52,23 @@ class Media:
 
     @property
     def parts(self) -> "tuple[Media, ...]":
-        """The medium and, with a video, the sound that is heard with it: each goes through a tower of its own."""
+        """The medium and, with a video, the sound that is heard with it: each has its own tower."""
         return (self,) if self.sound is None else (self, self.sound)
 
     def heard_with(self, sound: "Media") -> "Media":
-        """A video with another file's sound for its own."""
+        """The video with another file's sound."""
         assert isinstance(self.parameters, VideoParameters)
         return replace(self, parameters=replace(self.parameters, sound_from=sound.hash))
 
     def resolved(self, rule: FrameRule) -> "Media":
-        """The same medium with all said of how it is decoded: what a video leaves open is as the family has it."""
+        """The same medium with all decoding parameters set, by the family's rule."""
         if not isinstance(self.parameters, VideoParameters):
             return self
         return replace(self, parameters=self.parameters.resolved(rule))
 
     @property
     def name(self) -> str:
-        """What to call it in an error: where it came from, or the head of its hash."""
+        """Its name in an error: its origin, or the head of its hash."""
         return self.origin or self.hash[:12]
 
 
@@ -83,10 +77,7 @@ Block = Text | Media
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation: a role and content blocks in order.
-
-    ``tools`` are functions that are offered from here on, as the JSON text of a list of them; the chat template shows them.
-    """
+    """One message: a role and content blocks. ``tools``: a JSON list of functions offered from here on."""
 
     role: Role
     content: tuple[Block, ...]
@@ -119,7 +110,6 @@ def assistant(text: str) -> Message:
 
 
 def _block(part: Block | str, caller: str) -> Block:
-    """A part of a message as a block; what is neither text nor a medium is refused."""
     if isinstance(part, str):
         return Text(part)
     if isinstance(part, Text | Media):

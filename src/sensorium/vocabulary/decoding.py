@@ -1,6 +1,6 @@
-"""What is asked of a video or a sound when it is decoded: which part, how many frames, how large, at which rate.
+"""How a video or a sound is decoded: which part, how many frames, how large, at which rate.
 
-These are part of a medium's identity: the same file at 8 and at 32 frames is two things.
+Parameters are part of a medium's identity: the same file at 8 and at 32 frames is two media.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from sensorium.vocabulary.errors import nearest
 
 USUAL_FPS = 2.0
 SAMPLING = ("official", "middle", "nemo_rl")
+# Defaults of the rule ``middle``; those of the others are the family's.
 MIDDLE = {
     "min_frames": 1,
     "max_pixels_per_frame": 768 * 28 * 28,
     "max_pixels_per_clip": 24576 * 28 * 28,
     "min_pixels_per_frame": 0,
 }
-"""What holds by the rule ``middle`` where nothing is said; by the others it is the family's."""
 
 OFFICIAL_MIN_FRAMES = 4
 SET_BY_PROGRAM = ("multiple", "sound_from")
@@ -26,11 +26,7 @@ SET_BY_PROGRAM = ("multiple", "sound_from")
 
 @dataclass(frozen=True)
 class FrameRule:
-    """How a family's videos are sampled and sized where nothing is said.
-
-    ``sampling`` is the rule by which frames are taken. The sides of a frame are multiples of ``multiple``; pixels are
-    bounded for a frame and for a clip.
-    """
+    """A family's defaults for videos: the sampling rule, the multiple of a frame's sides, pixels of a frame and a clip."""
 
     sampling: str = "official"
     multiple: int = 28
@@ -43,12 +39,10 @@ class FrameRule:
 class VideoParameters:
     """Frames evenly sampled from ``start`` to ``end`` (seconds; None: to the end): ``frames`` of them, or ``fps`` a second.
 
-    By ``fps`` the number is bounded by ``min_frames`` and ``max_frames``; without either it is 2 a second. ``sampling`` is
-    the rule, the family's if not said: ``official`` or ``nemo_rl`` (data/video.py) or ``middle``
-    (data/video.py), by which frames are made smaller, never cropped, until each fits ``max_pixels_per_frame`` and all fit
-    ``max_pixels_per_clip``, and enlarged to ``min_pixels_per_frame`` as far as these allow. ``multiple`` is set by the
-    family. With ``use_audio_in_video`` the file's sound is heard with its frames, or that of the file whose hash is
-    ``sound_from``.
+    ``fps`` (default 2) is bounded by ``min_frames`` and ``max_frames``. ``sampling`` (default: the family's) is one of the
+    rules of data/video.py; by ``middle`` frames are made smaller, never cropped, until each fits ``max_pixels_per_frame``
+    and all fit ``max_pixels_per_clip``, and enlarged to ``min_pixels_per_frame`` as far as these allow. ``multiple`` is set
+    by the family. With ``use_audio_in_video`` the sound of the file, or of the one with hash ``sound_from``, is heard too.
     """
 
     frames: int | None = None
@@ -91,7 +85,7 @@ class VideoParameters:
         _trim(self)
 
     def resolved(self, rule: FrameRule) -> "VideoParameters":
-        """The same with everything said: what is left open is as the family has it. What is resolved stays as it is."""
+        """The same with the family's defaults for everything left open; resolved parameters are unchanged."""
         if self.multiple is not None:
             return self
         sampling = self.sampling or rule.sampling
@@ -100,7 +94,7 @@ class VideoParameters:
         least, most = self.min_pixels_per_frame, self.max_pixels_per_frame
         if least is None:
             least = rule.min_pixels
-            if most is not None and most < least:  # who asks for smaller frames gets them
+            if most is not None and most < least:  # smaller frames are asked for
                 least = min(most, 4 * rule.multiple**2)
         allowed = max(rule.max_pixels, int(least * 1.05))
         return replace(
@@ -132,10 +126,7 @@ Some = TypeVar("Some", bound=VideoParameters | AudioParameters)
 
 
 def parameters_from(kind: type[Some], given: Mapping[str, Any], *, logged: bool = False) -> Some:
-    """Parameters from plain data (a recipe's option, a row); what is unknown or unfit is a ValueError.
-
-    Parameters that only a model or the program sets are known in a log alone.
-    """
+    """Parameters from plain data (a recipe's option, a row; ``logged``: also those that only the program sets)."""
     known = [field.name for field in fields(kind) if logged or field.name not in SET_BY_PROGRAM]
     for name in given:
         if name not in known:
@@ -144,7 +135,7 @@ def parameters_from(kind: type[Some], given: Mapping[str, Any], *, logged: bool 
 
 
 def parameters_to_data(parameters: Parameters) -> dict[str, Any]:
-    """Parameters as plain data: what differs from the defaults."""
+    """Parameters that differ from the defaults, as plain data."""
     usual = type(parameters)()
     names = [field.name for field in fields(parameters)]
     given = {name: getattr(parameters, name) for name in names if getattr(parameters, name) != getattr(usual, name)}
@@ -167,9 +158,7 @@ def _trim(parameters: Parameters) -> None:
 def _whole(parameters: Parameters, *names: str, least: int = 1) -> None:
     for name in names:
         value = getattr(parameters, name)
-        if value is None:  # only where nothing has to be said
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r:.40}.")
 
 

@@ -1,8 +1,8 @@
 """Segment, Turn, Thread, Episode, Group: what was sampled, exactly as it was sampled.
 
-A **segment** holds the tokens of one author. A **thread** is an append-only run of segments: exactly one context that
-the model saw. An **episode** is one attempt at a task: its threads are what training sees, its turns what credit sees. A
-**group** is the episodes of one task in one step, with an explicit id; nothing is ever aligned by position.
+A **segment** holds the tokens of one author. A **thread** is an append-only run of segments: a context the model saw.
+An **episode** is one attempt at a task: threads are for training, turns for credit. A **group** is the episodes of one task
+in one step, with an explicit id; nothing is aligned by position.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """Where a medium stands in a segment: the index of its single stored placeholder token."""
+    """A medium in a segment, at the index of its single stored placeholder token."""
 
     index: int
     media: Media
@@ -46,13 +46,12 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens by one author. Stored tokens hold one placeholder per medium; a model family expands it.
+    """Tokens by one author, with one placeholder per medium, which a model family expands.
 
-    For model segments: ``logprobs`` are of the policy (softmax(logits / temperature), forbidden ids masked) as the
-    engine computed them; ``sampled_logprobs`` of the distribution drawn from (after top-p and top-k); ``byte_ends`` is
-    the end of every token in the UTF-8 bytes of ``text`` (tokens that have no text, like stop tokens, add no bytes).
-    ``key`` of an environment segment is its content, so equal prompts share; of a model segment it is unique.
-    ``policy_version`` wrote all of it, unless ``versions`` say which wrote which tokens: weights may change meanwhile.
+    Of model segments: ``logprobs`` are the engine's, of the policy (softmax(logits / temperature), forbidden ids masked);
+    ``sampled_logprobs`` of the distribution sampled from (after top-p and top-k); ``byte_ends`` is the end of every token
+    in the UTF-8 bytes of ``text`` (tokens without text, like stop tokens, add no bytes). ``policy_version`` wrote all of
+    it, unless ``versions`` are given: weights may change meanwhile.
     """
 
     author: Author
@@ -76,7 +75,7 @@ class Segment:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Which weights wrote which tokens; one span unless they changed meanwhile."""
+        """Which weights wrote which tokens."""
         return self.versions or (VersionSpan(self.policy_version, 0, len(self.tokens)),)
 
     def tokens_in(self, start: int, end: int) -> range:
@@ -88,7 +87,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Thread:
-    """One context the model saw. ``home[i]`` is True where segment i was generated in this thread (and is trained here)."""
+    """One context that the model saw. ``home[i]``: segment i was generated, and is trained, in this thread."""
 
     segments: tuple[Segment, ...]
     home: tuple[bool, ...]
@@ -100,10 +99,10 @@ class Thread:
 
 @dataclass(frozen=True)
 class Turn:
-    """One exchange: what the environment showed, what the model wrote, what the environment paid.
+    """One exchange: observation, response, and the environment's reward.
 
-    ``thread`` is the index of the response's home thread, ``segment`` its index there. ``parts`` are the named parts of
-    ``reward``, where the environment names them: they sum up to it. ``cut``: a budget of tokens ended the response.
+    ``thread`` is the index of the response's home thread, ``segment`` its index there. ``parts`` are named parts of
+    ``reward``, which they add up to. ``cut``: a token budget ended the response.
     """
 
     index: int
@@ -119,7 +118,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """One attempt at a task. ``head`` is what an environment put before its first observation: system prompt and rules."""
+    """One attempt at a task. ``head``: an environment's messages before its first observation (system prompt, rules)."""
 
     id: str
     task_id: str
@@ -140,7 +139,7 @@ class Episode:
 
     @property
     def correct(self) -> bool | None:
-        """Right or wrong where a term knows."""
+        """Right or wrong, if a term knows."""
         return correctness(self.scores)
 
     @property

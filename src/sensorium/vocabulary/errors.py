@@ -1,10 +1,10 @@
-"""One page of errors. Each names the offending thing and the way out; the command line prints them as one paragraph."""
+"""All errors. Each names the offending thing and the way out; the command line prints them as one paragraph."""
 
 from pathlib import Path
 
 
 class SensoriumError(Exception):
-    """Base of every error a user can cause or mend; shown without a traceback."""
+    """Base of every error that a user can cause or fix; shown without a traceback."""
 
 
 class RecipeError(SensoriumError):
@@ -12,7 +12,7 @@ class RecipeError(SensoriumError):
 
 
 class UnknownJudge(RecipeError):
-    """A term asks a judge that has no endpoint, in the recipe or where the run is started, or whose key is not there."""
+    """A term asks a judge without an endpoint or key, in the recipe or where the run is started."""
 
 
 class TaskError(SensoriumError):
@@ -20,7 +20,7 @@ class TaskError(SensoriumError):
 
 
 class DataChanged(SensoriumError):
-    """A data file is not what it was when the run began to read it. Ends the run, whatever is done about bad rows."""
+    """A data file has changed since the run began to read it. Ends the run, whatever tasks.on_bad_row says."""
 
 
 class MediaError(SensoriumError):
@@ -40,11 +40,11 @@ class SpanMismatch(SensoriumError):
 
 
 class MemoryExhausted(SensoriumError):
-    """The GPU or the machine has no memory left. Ends the run: it goes on from its last checkpoint, with less to hold."""
+    """The GPU or the machine has no memory left. Ends the run, which can continue from its last checkpoint."""
 
 
 class EngineError(SensoriumError):
-    """The sampler failed or was asked for something it does not do."""
+    """The engine failed or does not support a request."""
 
 
 class EngineLost(SensoriumError):
@@ -52,7 +52,7 @@ class EngineLost(SensoriumError):
 
 
 class LearnerLost(SensoriumError):
-    """A process that trains has ended or does not answer. Ends the run: it goes on from its last checkpoint."""
+    """A process that trains has ended or does not answer. Ends the run, which can continue from its last checkpoint."""
 
 
 class EnvironmentFailure(SensoriumError):
@@ -64,11 +64,11 @@ class EnvironmentLost(EnvironmentFailure):
 
 
 class WorkersLost(SensoriumError):
-    """No process is left that plays environments, or that scores. Ends the run; --resume goes on."""
+    """No process is left that plays environments, or that scores. Ends the run; --resume continues it."""
 
 
 class WorkGivenUp(SensoriumError):
-    """Workers were lost each time they did this piece of work: it may be what ends them. Costs that work, not the run."""
+    """Workers were lost each time they did this piece of work, so it may be the cause. Costs that work, not the run."""
 
 
 class RewardFailure(SensoriumError):
@@ -76,11 +76,11 @@ class RewardFailure(SensoriumError):
 
 
 class JudgeFailure(RewardFailure):
-    """A judge did not answer in time, or not in the form that was asked for. Gives a missing score."""
+    """A judge did not answer in time, or not in the required form. Gives a missing score."""
 
 
 class JudgeRefusal(JudgeFailure):
-    """A judge refused the request itself (HTTP 4xx): asking again would not help, so nobody does."""
+    """A judge refused the request itself (HTTP 4xx), so it is not repeated."""
 
 
 class JudgeOffline(SensoriumError):
@@ -92,10 +92,7 @@ class NonFiniteUpdate(SensoriumError):
 
 
 class NothingTrained(SensoriumError):
-    """A run made no update, at all or for as many steps as the recipe allows; what it has is saved.
-
-    ``short`` is for who has seen the run's findings already: it does not repeat them.
-    """
+    """A run made no update, at all or for as many steps as the recipe allows. ``short`` omits the run's findings."""
 
     def __init__(self, text: str, short: str = "") -> None:
         super().__init__(text)
@@ -103,7 +100,7 @@ class NothingTrained(SensoriumError):
 
 
 class NonFiniteModel(SensoriumError):
-    """The model holds numbers that are not finite, so it is not saved: it must not take a good checkpoint's place."""
+    """The model holds numbers that are not finite, so it is not saved."""
 
 
 class CheckpointError(SensoriumError):
@@ -115,7 +112,7 @@ class RecordError(SensoriumError):
 
 
 class WriteFailed(RecordError):
-    """A file could not be written. A run adds how it goes on: from its last checkpoint, or from the start without one."""
+    """A file could not be written. A run adds how to continue."""
 
 
 def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:

@@ -1,7 +1,7 @@
-"""JSON schemas that others write: which keywords of them are checked, and where a value does not fit.
+"""Validation by JSON schemas from other sources, with jsonschema.
 
-The package jsonschema checks. Here it is kept from what a hostile schema could do with it: only named keywords are used
-(a ``pattern`` may take hours for one text), no address is fetched, and nesting that has no end is an error.
+Hostile schemas are harmless: only named keywords are used (a ``pattern`` may take hours for one text), no address is
+fetched, and endless nesting is an error.
 
     misfit({"box": [1, "2"]}, validator_of('{"properties": {"box": {"items": {"type": "number"}}}}', KEYWORDS))
     → "'box[1]': '2' is not of type 'number'"
@@ -16,18 +16,15 @@ from sensorium.vocabulary.plain import printable, shown
 
 SIZES = frozenset({"minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"})
 KEYWORDS = frozenset({"type", "enum", "properties", "required", "additionalProperties", "items"}) | SIZES
-"""Keywords that nearly every schema of a tool or an answer uses."""
-
+# Keywords with schemas inside: under names, in a list, alone.
 NAMED = ("properties", "$defs", "definitions")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties")
-"""Keywords with schemas inside: under names, in a list, alone."""
-
 LONGEST_PLACE = 100
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every schema inside a schema, itself first; true and false, and what is no schema, are left out."""
+    """Every schema inside a schema, itself first, without true, false and what is no schema."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -45,10 +42,7 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 @lru_cache(maxsize=256)
 def validator_of(schema: str, keywords: frozenset[str]) -> Any:
-    """A validator for these keywords of a schema, given as JSON text; ValueError says where it is no valid schema.
-
-    It is read as the draft that its ``$schema`` names, else as 2020-12.
-    """
+    """A validator for these keywords of a schema (JSON text), by the draft of its ``$schema``, else 2020-12."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -59,11 +53,9 @@ def validator_of(schema: str, keywords: frozenset[str]) -> Any:
         for node in list(subschemas(found)):
             unused = node.keys() - keywords
             if "patternProperties" in unused:
-                unused |= {"additionalProperties"}  # it is about the names that match no pattern
+                unused |= {"additionalProperties"}  # it applies to names that match no pattern
             for keyword in unused & node.keys():
-                del node[
-                    keyword
-                ]  # "$schema" among them: inside a schema it would switch to another draft, with all keywords
+                del node[keyword]  # also "$schema", which inside a schema would switch to another draft
         draft.check_schema(found)
     except SchemaError as error:
         raise ValueError(f"it is no JSON schema: {_sentence(error)}") from error
@@ -71,11 +63,11 @@ def validator_of(schema: str, keywords: frozenset[str]) -> Any:
         raise ValueError("the schema is nested too deeply") from None
     except (TypeError, AttributeError) as error:  # of a "$schema" that is no text
         raise ValueError(f"it is no JSON schema: {error}") from error
-    return draft(found, registry=Registry())  # without a registry of its own it would fetch what "$ref" names
+    return draft(found, registry=Registry())  # an empty registry, so that "$ref" fetches nothing
 
 
 def misfit(value: Any, validator: Any) -> str:
-    """Where a value does not fit, and why, in a sentence; empty if it fits."""
+    """Where and why a value does not fit; empty if it fits."""
     from jsonschema.exceptions import best_match
 
     try:

@@ -1,7 +1,7 @@
-"""Plain values out of what a user's code returned: numbers, truths, texts and JSON, or a ValueError that says why not.
+"""Plain values (numbers, booleans, texts, JSON) from what a user's code returned, or a ValueError.
 
-Whatever the value is, its ``__str__``, ``__float__`` and the like may raise anything: nothing else than ValueError leaves
-this module, so that a strange value costs one episode and never the run.
+A value's ``__str__``, ``__float__`` and the like may raise anything. Only ValueError leaves this module, so that a strange
+value costs one episode and never the run.
 """
 
 import json
@@ -15,19 +15,14 @@ from typing import Any
 
 SHOWN = 120
 WORDS = 1000
-MOST_BITS = 256
-"""Whole numbers beyond this are refused: Python would not even print them."""
-
+MOST_BITS = 256  # of whole numbers: Python would not even print larger ones
 DEEPEST = 32
-LONGEST = 100_000
-"""Values in one array, list or object."""
-
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Where an object lies in memory: no two runs agree on it, and what a run writes must repeat."""
+LONGEST = 100_000  # values in one array, list or object
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # an object's address differs between runs, and what a run writes must repeat
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
-    """What a call of a user's code returns, or what it raised: also SystemExit and its like, but never Ctrl-C."""
+    """What a call of a user's code returns, or what it raised, SystemExit too; Ctrl-C passes through."""
     try:
         return function(*arguments), None
     except KeyboardInterrupt:
@@ -74,7 +69,7 @@ def text_of(value: Any) -> str:
     """A text that can be written as UTF-8; half of a surrogate pair cannot."""
     if not isinstance(value, str):
         raise ValueError(f"{shown(value)} is no text")
-    plain = str.__str__(value)  # of a class of its own it might do anything
+    plain = str.__str__(value)  # a subclass may override it
     try:
         plain.encode()
     except UnicodeEncodeError as error:
@@ -84,7 +79,7 @@ def text_of(value: Any) -> str:
 
 
 def json_of(value: Any, depth: int = 0) -> Any:
-    """A value as JSON has it: None, bool, int, float, text, lists and objects with text keys; arrays become lists."""
+    """A value as JSON: None, bool, int, float, text, lists and objects with text keys; arrays become lists."""
     if value is None or type(value) in (bool, float):
         return value
     if depth > DEEPEST:
@@ -102,7 +97,7 @@ def json_of(value: Any, depth: int = 0) -> Any:
         if len(value) > LONGEST:
             raise ValueError(f"a list of {len(value)} items is too long; {LONGEST} are the most")
         return [json_of(item, depth + 1) for item in value]
-    if _is_array(value):
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
         return _array(value, depth)
     if isinstance(value, Fraction):
         return float(value)
@@ -113,54 +108,46 @@ def json_of(value: Any, depth: int = 0) -> Any:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError also where an object has a key twice, of which one would be lost.
+    """The value of a JSON text; ValueError also if an object has a key twice. The reader of a field checks for NaN."""
 
-    NaN and numbers beyond a float's range are left to the reader of a field: in fields that nobody reads they do no harm.
-    """
-    return json.loads(text, object_pairs_hook=_without_repeats)
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key '{printable(repeated)}' occurs twice in one object; keep one of them")
+        return found
 
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key '{printable(repeated)}' occurs twice in one object; keep one of them")
-    return found
+    return json.loads(text, object_pairs_hook=without_repeats)
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: its type and the head of its repr, whatever that does."""
+    """A value for an error message: the head of its repr, and its type."""
     head, error = attempt(repr, value)
     text = "(its repr fails)" if error is not None else head if len(head) <= SHOWN else head[: SHOWN - 1] + "…"
-    name = _name(type(value))
+    name = getattr(type(value), "__name__", "?")
     return printable(text if isinstance(value, str | float | bool | type(None)) else f"{text} ({name})")
 
 
 def words(error: BaseException) -> str:
-    """An exception in words: its class and what it says, whatever ``str`` of it does."""
-    said, failed = attempt(str, error)
-    if failed is not None:
-        said = "(its text fails)"
-    return printable(f"{_name(type(error))}: {said}" if said else _name(type(error)))
+    """An exception as text: its class and message."""
+    text, failed = attempt(str, error)
+    text = "(its text fails)" if failed is not None else text
+    name = getattr(type(error), "__name__", "?")
+    return printable(f"{name}: {text}" if text else name)
 
 
 def printable(text: str) -> str:
-    """A text that can be written as UTF-8, of bounded length; what cannot be written is shown by its code."""
+    """The text as UTF-8, of bounded length; characters that cannot be encoded are shown by their code."""
     text = ADDRESS.sub("", text)
     cut = text if len(text) <= WORDS else text[: WORDS - 1] + "…"
     return cut.encode("utf-8", "backslashreplace").decode()
 
 
 def _number(value: Any) -> float | None:
-    """The number that a value is, or that a scalar or 0-d array of numpy or torch holds; None if it is none."""
     if not isinstance(value, Real | Decimal) and hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     return float(value) if isinstance(value, Real | Decimal) else None
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "tolist") and hasattr(value, "shape")
 
 
 def _array(value: Any, depth: int) -> Any:
@@ -188,7 +175,3 @@ def _object(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         except ValueError as problem:
             raise ValueError(f"'{printable(key)}': {problem}") from problem
     return found
-
-
-def _name(kind: type) -> str:
-    return str(getattr(kind, "__name__", "?"))

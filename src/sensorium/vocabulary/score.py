@@ -6,15 +6,14 @@ from typing import Literal
 
 Scope = Literal["episode", "turn", "span"]
 
-LARGEST = 1e30
-"""No score may be larger: its square must fit in a float64 and its advantage in a float32."""
+LARGEST = 1e30  # no score may be larger: its square must fit in a float64 and its advantage in a float32
 
 
 @dataclass(frozen=True)
 class Score:
-    """A named value, or missing (``value is None``) with a reason. ``correct`` where right and wrong have a meaning.
+    """A named value, or missing (``value is None``) with a reason; ``correct`` if right and wrong have a meaning.
 
-    ``weight`` is the recipe's; a term may give a score the weight 0, which is then measured and not paid.
+    ``weight`` is the recipe's; a score of weight 0 is measured only.
     """
 
     name: str
@@ -33,7 +32,7 @@ class Score:
 
 
 def reward(value: float | None = None, *, correct: bool) -> Score:
-    """What a reward function may return to say right or wrong beside a value, by default 1 or 0; named as its term."""
+    """What a reward function may return: right or wrong, and a value (default 1 or 0); named after its term."""
     return Score("", float(correct) if value is None else value, correct=correct)
 
 
@@ -43,7 +42,7 @@ def unusable(value: float) -> bool:
 
 
 def by_name(scores: Iterable[Score]) -> dict[str, float | None]:
-    """What each name gave an episode: its value, or the sum of what it said of turns and spans; None if any is missing."""
+    """Each name's value for an episode, or the sum over turns and spans; None if any is missing."""
     sums: dict[str, float | None] = {}
     for score in scores:
         before = sums.get(score.name, 0.0)
@@ -60,6 +59,6 @@ def total(scores: Iterable[Score]) -> float | None:
 
 
 def correctness(scores: Iterable[Score]) -> bool | None:
-    """Right or wrong by the scores that know: all of them must say right. None if none of them knows."""
+    """Right if all scores that know say so; None if none knows."""
     verdicts = [score.correct for score in scores if score.correct is not None]
     return all(verdicts) if verdicts else None

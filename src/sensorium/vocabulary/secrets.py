@@ -1,4 +1,4 @@
-r"""Keys of services, and how they are taken out of what a service sends back, in whatever spelling.
+r"""Keys of services, and masking them in replies, in whatever spelling.
 
     masked({"error": "bad key sk-0123456789ab"}, [key])     → {"error": "bad key ***"}
     masked(r"bad key \u0073k-0123456789ab", [key])          → "bad key ***"        the same for %73k-…, base64 and hex
@@ -13,42 +13,21 @@ from functools import lru_cache
 from typing import Any
 
 MASK = "***"
-SHORT = 12
-"""A key of fewer characters is masked as a whole word only: it may be a part of ordinary words."""
+SHORT = 12  # shorter keys are masked as whole words only: they may be a part of ordinary words
 SHORTEST = 4
-BACKSLASHES = r"\\{1,31}"
-"""Those before an escape: JSON within JSON doubles them. Bounded, since a search through n of them would take n² steps."""
+BACKSLASHES = r"\\{1,31}"  # before an escape: JSON within JSON doubles them; bounded, or a search would take n² steps
+# Written where a server asks for no key; as ordinary words of answers they are not masked.
 PLACEHOLDERS = frozenset(
-    [
-        "none",
-        "null",
-        "empty",
-        "dummy",
-        "test",
-        "token",
-        "true",
-        "false",
-        "secret",
-        "password",
-        "xxxx",
-        "local",
-        "vllm",
-        "ollama",
-        "sglang",
-        "not-needed",
-        "no-key",
-    ]
-)
-"""What people write where a server asks for no key. These are ordinary words of answers, and nothing is lost with them."""
-
-HELD_KEYS = ("headers", "env")
-"""Options of tools and environments that hand a key to a server."""
+    ("none", "null", "empty", "dummy", "test", "token", "true", "false", "secret", "password", "xxxx", "local", "vllm",
+     "ollama", "sglang", "not-needed", "no-key")
+)  # fmt: skip
+HELD_KEYS = ("headers", "env")  # options of tools and environments that pass a key to a server
+# Also matches malformed addresses, where urllib would fail.
 ADDRESS = re.compile(r"(?i)(?P<scheme>(?:http|ws)s?://)(?P<user>[^/?#]*@)?(?P<place>[^?#]*)(?P<query>\?[^#]+)?.*")
-"""Reads also what is no good address, where urllib would fail: ``http://[::1`` is refused by who uses it."""
 
 
 class Secret:
-    """A key that shows itself to nobody but who asks for it by ``reveal``. It cannot be pickled or written as JSON."""
+    """A key that only ``reveal`` returns; it cannot be pickled or written as JSON."""
 
     __slots__ = ("_key",)
 
@@ -67,14 +46,13 @@ class Secret:
 
 
 def holds_key(address: str) -> bool:
-    """Whether an address has a user, password or query. A recipe's must not: recipes are kept, reported and logged."""
+    """Whether an address has a user, password or query, which a recipe's must not have: recipes are stored and logged."""
     found = ADDRESS.match(address)
     return found is not None and bool(found["user"] or found["query"])
 
 
 def without_keys(recipe: Any) -> Any:
-    """A recipe as others may see it, with ``***`` for what may be a key: values of ``headers`` and ``env``, and all but
-    the host and path of an address that has more."""
+    """A recipe with ``***`` for possible keys: values of ``headers`` and ``env``, users and queries of addresses."""
     if isinstance(recipe, Mapping):
         return {
             name: dict.fromkeys(held, MASK) if name in HELD_KEYS and isinstance(held, Mapping) else without_keys(held)
@@ -106,14 +84,14 @@ def _masked(value: Any, pattern: re.Pattern[str]) -> Any:
 
 @lru_cache(maxsize=64)
 def _pattern(keys: tuple[str, ...]) -> re.Pattern[str] | None:
-    """All spellings of all keys; None where no key is worth masking. Longer keys first: one may begin with another."""
+    # Longer keys first: one may begin with another.
     real = [key for key in keys if len(key) >= SHORTEST and key.lower() not in PLACEHOLDERS]
     spelled = [_spelling(key) for key in sorted(real, key=len, reverse=True)]
     return re.compile("|".join(spelled)) if spelled else None
 
 
 def _spelling(key: str) -> str:
-    """A pattern of a key: each character plain or as an escape of JSON, URLs, Python or HTML; or all in base64 or hex."""
+    """Each character plain or as an escape of JSON, URLs, Python or HTML; or all in base64 or hex."""
     plain = "".join(map(_character, re.findall(r"\\+|[^\\]", key)))
     if len(key) < SHORT:
         return rf"(?<![A-Za-z0-9]){plain}(?![A-Za-z0-9])"
@@ -122,7 +100,7 @@ def _spelling(key: str) -> str:
 
 
 def _character(found: str) -> str:
-    """A pattern of one character, or of backslashes in a row: which of them are the key's own is not tried out."""
+    """A pattern of one character, or of consecutive backslashes."""
     code, own = ord(found[0]), re.escape(found[0])
     escapes = [rf"{BACKSLASHES}u(?i:{code:04x})", rf"{BACKSLASHES}x(?i:{code:02x})", rf"%(?:25)*(?i:{code:02x})"]
     escapes += [rf"&#0*{code};", rf"&#[xX]0*(?i:{code:x});"]
@@ -134,7 +112,7 @@ def _character(found: str) -> str:
 
 
 def _base64_parts(data: bytes) -> list[str]:
-    """What base64 has of the data wherever it begins in a longer text; the characters at its edges depend on that text."""
+    """The base64 of the data inside a longer text at each offset, without the edges that depend on that text."""
     parts = []
     for before in range(3):
         spelled = base64.b64encode(b"\0" * before + data).decode().rstrip("=")

@@ -1,0 +1,63 @@
+"""The names of metrics, in one place: what a step and an evaluation produce, and what console and report call them.
+
+A new metric is listed here if a recipe may choose checkpoints by it or a page shows it, and described in
+docs/reference/metrics.md.
+"""
+
+OF_A_STEP = (
+    "reward/mean", "reward/greedy", "accuracy", "tasks/skipped_bad", "tasks/skipped_long", "groups/zero_variance",
+    "groups/trained", "groups/dropped", "groups/rounds", "groups/without_signal", "groups/short", "groups/cancelled",
+    "groups/unused", "groups/too_alike", "episodes/length_mean", "episodes/length_max", "episodes/turns_mean",
+    "episodes/truncated", "episodes/out_of_context", "episodes/empty", "episodes/failed", "episodes/dropped",
+    "episodes/masked", "episodes/kept_length_mean", "episodes/kept_length_max", "episodes/dropped_length_mean",
+    "episodes/dropped_length_max", "groups/open",
+    "policy/loss", "policy/clip_fraction", "policy/entropy", "policy/grad_norm", "policy/kl_old", "policy/kl_ref",
+    "policy/kl_coef", "policy/learning_share", "policy/lr", "policy/ratio_max", "policy/skipped",
+)  # fmt: skip
+OF_A_CRITIC = ("value/loss", "value/explained_variance", "value/mean", "value/clip_fraction", "value/grad_norm")
+OF_AN_EVALUATION = ("accuracy", "reward", "length_mean", "turns_mean", "failed", "missing")
+# Families that no recipe would choose a checkpoint by; any name in them is accepted.
+OPEN_FAMILIES = (
+    "mismatch", "correction", "router", "packing", "media", "time", "throughput", "memory", "health", "retries", "sight",
+    "environment", "engine", "staleness", "wait", "worker",
+)  # fmt: skip
+
+# Counted on the console: what a step left out.
+TROUBLES = {
+    "episodes/failed": "failed",
+    "episodes/dropped": "dropped",
+    "episodes/out_of_context": "out of context",
+    "tasks/skipped_bad": "bad rows skipped",
+    "tasks/skipped_long": "long prompts skipped",
+    "policy/skipped": "updates skipped",
+}
+# Small charts of the report.
+DETAILS = {
+    "policy/entropy": "entropy",
+    "policy/grad_norm": "gradient norm",
+    "policy/kl_ref": "KL to the start",
+    "policy/clip_fraction": "clipped share",
+    "value/loss": "loss of the critic",
+    "value/explained_variance": "variance that the critic explains",
+    "mismatch/kl": "KL of engine and learner",
+    "groups/zero_variance": "groups of equal reward",
+    "episodes/length_mean": "tokens an episode",
+    "episodes/turns_mean": "turns an episode",
+    "throughput/episodes_per_s": "episodes a second",
+}
+WAITS = {
+    "wait/learner_for_episodes_s": "learner for episodes",
+    "wait/learner_for_scores_s": "learner for scores",
+    "wait/engine_for_learner_s": "engines for the learner",
+}
+# Counts since the run began or was resumed.
+REPLACEMENTS = {
+    "engine/replaced": "engines replaced",
+    "engine/restarts": "vLLM started again",
+    "engine/sampled_again": "responses sampled again",
+    "worker/environment_replaced": "environment workers replaced",
+    "worker/rolled_again": "episodes rolled again",
+    "worker/reward_replaced": "reward workers replaced",
+    "worker/asked_again": "scores asked again",
+    "worker/given_up": "scores given up",
+}
