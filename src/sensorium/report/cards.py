@@ -1,8 +1,9 @@
-"""The advantages of a response's tokens as HTML: a tint behind the text where they differ, and a line of numbers."""
+"""Cards of the report: a task before and after training, a group with its attempts; and the first group as text."""
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby, islice
@@ -28,7 +29,12 @@ KINDS: dict[tuple[bool, bool], Kind] = {
     (True, False): "lost",
 }
 ROWS = 4096
-T = TypeVar("T")
+PROMPT, RESPONSE = 1200, 800  # characters of the first group's texts
+CHARACTERS, TURNS = 4000, 24  # of a card
+STRONGEST = 2.0  # an advantage of this size, or larger, has the full tint
+CANDIDATE = re.compile(r"\[BEGIN CANDIDATE_(\d+) (\w+)\]\n(.*?)\n\[END CANDIDATE_\1 \2\]", re.DOTALL)
+TAG = re.compile(r"&lt;/?[\w|]+&gt;")
+Example = TypeVar("Example", "Comparison", Group)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Comparison:
 
     @property
     def kind(self) -> Kind:
-        """What training did to it: by right and wrong where a term knows, else by what was paid."""
+        """What training changed: right and wrong if a term knows, else the reward."""
         if self.before.correct is not None and self.after.correct is not None:
             return KINDS[self.before.correct, self.after.correct]
         before, after = self.before.reward, self.after.reward
@@ -52,10 +58,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Two evaluations of the same tasks: which steps, how many of each kind, and a few to show.
-
-    Where a task was sampled several times (``samples``), its first sample is compared.
-    """
+    """Two evaluations of the same tasks: their steps, the count of each kind, and a few to show. Compares first samples."""
 
     first: int
     last: int
@@ -65,10 +68,7 @@ class Comparisons:
 
 
 def compare_evaluations(directory: RunDirectory, limit: int, warm: int = 0) -> Comparisons | None:
-    """The first and the last logged evaluation of one name, task by task; None if there are not two.
-
-    After a warm start of so many steps the first is that at its end, where there is one: what follows is RL's own.
-    """
+    """The first (or that at the end of the warm start) and last logged evaluation, by task; None if there are not two."""
     logs: dict[str, list[int]] = {}
     for path in sorted(directory.eval.glob("step_*.jsonl")):
         logs.setdefault(path.stem.partition("_")[2].partition("_")[2], []).append(step_of(path))
@@ -77,22 +77,21 @@ def compare_evaluations(directory: RunDirectory, limit: int, warm: int = 0) -> C
         steps = steps[steps.index(warm) :]
     if len(steps) < 2:
         return None
-    before, after = (_groups_of(directory, step, name) for step in (steps[0], steps[-1]))
-    pairs = [
-        Comparison(group.task, before[id].episodes[0], group.episodes[0]) for id, group in after.items() if id in before
-    ]
+
+    def groups_of(step: int) -> dict[str, Group]:
+        groups = read_groups_of(islice(read_rows(directory.eval_episodes_of(step, name)), ROWS))
+        return {group.task.id: group for group in groups if group.episodes}
+
+    before, after = groups_of(steps[0]), groups_of(steps[-1])
+    common = [(before[task], group) for task, group in after.items() if task in before]
+    pairs = [Comparison(group.task, old.episodes[0], group.episodes[0]) for old, group in common]
     samples = max((len(group.episodes) for group in after.values()), default=1)
-    counts: dict[Kind, int] = {}
-    for pair in pairs:
-        counts[pair.kind] = counts.get(pair.kind, 0) + 1
+    counts = dict(Counter(pair.kind for pair in pairs))
     return Comparisons(steps[0], steps[-1], samples, counts, tuple(choose(pairs, limit)))
 
 
 def choose(pairs: Sequence[Comparison], limit: int) -> list[Comparison]:
-    """Half learned, a quarter not right at the end, a quarter known before; of each, one category after the other.
-
-    Where nothing is right or wrong: half better paid than before, a quarter worse, a quarter the same.
-    """
+    """Half learned (or with more reward), a quarter wrong at the end (or with less), a quarter the rest, by category."""
     learned = _by_turns([pair for pair in pairs if pair.kind in ("learned", "better paid")])
     wrong = _by_turns([pair for pair in pairs if pair.kind in ("still wrong", "lost", "worse paid")])
     rest = _by_turns([pair for pair in pairs if pair.kind in ("kept", "equally paid", "not judged")])
@@ -106,7 +105,7 @@ def choose(pairs: Sequence[Comparison], limit: int) -> list[Comparison]:
 
 @dataclass(frozen=True)
 class LoggedGroup:
-    """A group of a training step, and what training made of its episodes, by id (empty in logs of older versions)."""
+    """A group of a training step, and the credit of its episodes by id (empty in logs of older versions)."""
 
     step: int
     group: Group
@@ -114,7 +113,7 @@ class LoggedGroup:
 
 
 def training_groups(directory: RunDirectory, each: int) -> list[LoggedGroup]:
-    """A few groups of the first and of the last logged step; those whose members were paid differently come first."""
+    """A few groups of the first and of the last logged step; those with different rewards come first."""
     paths = sorted(directory.episodes.glob("step_*.jsonl"))
     chosen = []
     for path in dict.fromkeys([*paths[:1], *paths[-1:]]):
@@ -122,99 +121,56 @@ def training_groups(directory: RunDirectory, each: int) -> list[LoggedGroup]:
         groups = [group for group in read_groups_of(rows) if group.episodes]
         mixed = [group for group in groups if len({episode.reward for episode in group.episodes}) >= 2]
         plain = [group for group in groups if group not in mixed]
-        for group in [*_spread(mixed), *_spread(plain)][:each]:
+        for group in [*_by_turns(mixed), *_by_turns(plain)][:each]:
             own = [row for row in rows if row["episode"]["group_id"] == group.id]
             chosen.append(LoggedGroup(step_of(path), group, read_credits_of(own)))
     return chosen
 
 
-def category_of(task: Task) -> str:
-    """The category of a task, where it has one."""
+def _category_of(task: Task) -> str:
     return str(task.metadata.get("category", ""))
 
 
-def _groups_of(directory: RunDirectory, step: int, name: str) -> dict[str, Group]:
-    """The logged attempts at each task of an evaluation, by task id."""
-    groups = read_groups_of(islice(read_rows(directory.eval_episodes_of(step, name)), ROWS))
-    return {group.task.id: group for group in groups if group.episodes}
-
-
-def _by_turns(pairs: list[Comparison]) -> list[Comparison]:
-    return _interleave([(category_of(pair.task), pair) for pair in pairs])
-
-
-def _spread(groups: list[Group]) -> list[Group]:
-    return _interleave([(category_of(group.task), group) for group in groups])
-
-
-def _interleave(labelled: Iterable[tuple[str, T]]) -> list[T]:
-    """One of each label after the other, in the order they come."""
-    piles: dict[str, list[T]] = {}
-    for label, thing in labelled:
-        piles.setdefault(label, []).append(thing)
+def _by_turns(things: Sequence[Example]) -> list[Example]:  # one of each category after the other
+    piles: dict[str, list[Example]] = {}
+    for thing in things:
+        piles.setdefault(_category_of(thing.task), []).append(thing)
     longest = max((len(pile) for pile in piles.values()), default=0)
     return [pile[i] for i in range(longest) for pile in piles.values() if i < len(pile)]
 
 
-PROMPT = 1200
-RESPONSE = 800
-
-
 def first_group_lines(group: Group) -> Iterator[tuple[str, str]]:
-    """Label and words of each line: the prompt with media named, the known answer, a response, its scores, the total."""
+    """Label and text of each line: the prompt with media named, the known answer, a response, its scores, the total."""
     yield "first task", group.task.id
     if not group.episodes:
         return
-    episode = _shown(group.episodes)
+    episode = next((episode for episode in group.episodes if episode.turns), group.episodes[0])
     for message in group.task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ())):
-        yield message.role, _clipped(message_text(message), PROMPT)
+        parts = [block.text if isinstance(block, Text) else f"[{block.kind} {block.name}]" for block in message.content]
+        yield message.role, _clip(visible(" ".join(part for part in parts if part.strip())), PROMPT)
     if group.task.answer is not None:
-        yield "known answer", _clipped(str(group.task.answer), PROMPT)
+        yield "known answer", _clip(visible(str(group.task.answer)), PROMPT)
     for turn in episode.turns[:1]:
         more = f"  (turn 1 of {len(episode.turns)})" if len(episode.turns) > 1 else ""
-        yield "response", _clipped(turn.response.text, RESPONSE) + more if turn.response.text else "(empty)"
+        yield "response", _clip(visible(turn.response.text), RESPONSE) + more if turn.response.text else "(empty)"
     if episode.failure:
         yield episode.status.value, episode.failure
     for score in episode.scores:
-        yield f"paid by {score.name}", score_text(score)
+        yield f"paid by {score.name}", _score_text(score)
     total = "none, so it is not trained on" if episode.reward is None else f"{episode.reward:g}"
     rewards = ["none" if one.reward is None else f"{one.reward:g}" for one in group.episodes]
     yield "total", f"{total}  (the {len(rewards)} attempts: {', '.join(rewards[:16])}{', …' if len(rewards) > 16 else ''})"
 
 
-def message_text(message: Message) -> str:
-    """A message's words, its media named in their place."""
-    parts = [block.text if isinstance(block, Text) else f"[{block.kind} {block.name}]" for block in message.content]
-    return " ".join(part for part in parts if part.strip())
-
-
-def score_text(score: Score) -> str:
-    """A score's value with its weight, or that it is missing and why."""
+def _score_text(score: Score) -> str:
     if score.value is None:
         return f"missing: {score.reason or 'no reason given'}"
     where = "" if score.scope == "episode" else f" ({score.scope}{'' if score.turn is None else f' {score.turn + 1}'})"
     return f"{score.value:g}" + ("" if score.weight == 1 else f" × {score.weight:g}") + where
 
 
-def _shown(episodes: Sequence[Episode]) -> Episode:
-    """An episode that was played, if any was: a failed one says little of what is paid."""
-    return next((episode for episode in episodes if episode.turns), episodes[0])
-
-
-def _clipped(text: str, limit: int) -> str:
-    text = visible(text)
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
-
-
-STRONGEST = 2.0
-"""An advantage of this size, or larger, has the full tint."""
-
-
 def tinted(response: Segment, advantages: Sequence[float], marked: Callable[[str], str], limit: int) -> str:
-    """The text of a response with its tokens tinted, green where they were made likelier and red where less.
-
-    Tokens in a row with the same advantage are one run. Past ``limit`` characters the text is cut.
-    """
+    """The text of a response with its tokens tinted by their advantages (above 0 green), cut at ``limit`` characters."""
     data, start, left, parts = response.text.encode(), 0, limit, []
     decoder = getincrementaldecoder("utf-8")(errors="replace")  # a character of several tokens is shown with its last
     for value, run in groupby(zip(response.byte_ends, advantages, strict=False), key=lambda token: token[1]):
@@ -222,41 +178,14 @@ def tinted(response: Segment, advantages: Sequence[float], marked: Callable[[str
         text = decoder.decode(data[start:end])
         start = end
         if text and left > 0:
-            parts.append(
-                f'<span class="{_sign_class(value)}" style="--s:{_strength(value):.2f}">{marked(text[:left])}</span>'
-            )
+            parts.append(f"<span {_tint(value)}>{marked(text[:left])}</span>")
         left -= len(text)
     return "".join(parts) + (f"… ({-left:,} more characters)" if left < 0 else "")
 
 
-def advantage_line(advantages: Sequence[float]) -> str:
-    """How large the advantages of a response are; nothing where there are none."""
-    if not advantages:
-        return ""
-    low, high = min(advantages), max(advantages)
-    words = f"{low:+.2f}" if f"{low:+.2f}" == f"{high:+.2f}" else f"{low:+.2f} to {high:+.2f}"
-    mean = sum(advantages) / len(advantages)
-    tint = f'<i class="{_sign_class(mean)}" style="--s:{_strength(mean):.2f}"></i>'
-    return f'<div class="advantage">{tint}advantage {words}</div>'
-
-
-def untrained(fate: str) -> str:
-    """Why an attempt was not trained on."""
-    return f'<div class="advantage">not trained on: {escape(fate.partition(": ")[2] or fate)}</div>'
-
-
-def _sign_class(value: float) -> str:
-    return "up" if value > 0 else "down" if value < 0 else "flat"
-
-
-def _strength(value: float) -> float:
-    return min(1.0, abs(value) / STRONGEST)
-
-
-CHARACTERS = 4000
-TURNS = 24
-CANDIDATE = re.compile(r"\[BEGIN CANDIDATE_(\d+) (\w+)\]\n(.*?)\n\[END CANDIDATE_\1 \2\]", re.DOTALL)
-TAG = re.compile(r"&lt;/?[\w|]+&gt;")
+def _tint(value: float) -> str:
+    sign = "up" if value > 0 else "down" if value < 0 else "flat"
+    return f'class="{sign}" style="--s:{min(1.0, abs(value) / STRONGEST):.2f}"'
 
 
 def comparison_card(pair: Comparison, album: Album) -> str:
@@ -270,7 +199,7 @@ def comparison_card(pair: Comparison, album: Album) -> str:
 
 
 def group_card(logged: LoggedGroup, album: Album) -> str:
-    """A group: one task and all its attempts, those alike shown once, with the advantages they were trained with."""
+    """One task and all its attempts with their advantages; equal attempts are shown once."""
     group, credits = logged.group, logged.credits
     for episode in group.episodes:
         album.learn(episode)
@@ -280,7 +209,11 @@ def group_card(logged: LoggedGroup, album: Album) -> str:
         rows = "".join(f"<li>{_attempt(episode, album, credit=credits.get(episode.id))}</li>" for episode in ends)
         note = f"{len(group.episodes)} attempts; the best and the worst are shown" if len(ranked) > 2 else ""
     else:
-        rows = "".join(_alike(episodes, album, credits.get(episodes[0].id)) for episodes in _by_answer(group.episodes))
+        piles: dict[tuple[str, float | None, Status], list[Episode]] = {}
+        for episode in group.episodes:
+            piles.setdefault((episode.response, episode.reward, episode.status), []).append(episode)
+        alike = sorted(piles.values(), key=lambda pile: (pile[0].reward is None, -(pile[0].reward or 0.0)))
+        rows = "".join(f"<li>{_attempt(pile[0], album, len(pile), credits.get(pile[0].id))}</li>" for pile in alike)
         note = f"{len(group.episodes)} attempts"
     body = f'<p class="note">{note}</p><ul class="attempts">{rows}</ul>'
     return _card(group.task, group.episodes[0], album, body, f"step {logged.step}")
@@ -292,7 +225,7 @@ def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> 
     answer = (
         f'<p class="truth">right answer: <b>{escape(_clip(str(task.answer)))}</b></p>' if task.answer is not None else ""
     )
-    category = category_of(task)
+    category = _category_of(task)
     head = f'<span class="label {label.split()[0]}">{escape(label)}</span>'
     head += f'<span class="category">{escape(category)}</span>' if category else ""
     head += f'<span class="id">{escape(_clip(task.id, 60))}</span>'
@@ -304,25 +237,27 @@ def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> 
 
 
 def _attempt(episode: Episode, album: Album, times: int = 1, credit: EpisodeCredit | None = None) -> str:
-    """What the model said in one attempt, what it was paid, and what training made of it."""
     if len(episode.turns) > 1:
         turns = "".join(_turn(episode, i, album, credit) for i in range(min(TURNS, len(episode.turns))))
         more = len(episode.turns) - TURNS
         said = f'<ol class="turns">{turns}</ol>' + (f'<p class="note">and {more} more turns</p>' if more > 0 else "")
     else:
         said = _response(episode.turns[0], credit) if episode.turns else f"<pre>{_marked('')}</pre>"
-    fate = untrained(credit.fate) if credit is not None and credit.fate != TRAINED else ""
+    fate = ""
+    if credit is not None and credit.fate != TRAINED:
+        fate = f'<div class="advantage">not trained on: {escape(credit.fate.partition(": ")[2] or credit.fate)}</div>'
     many = f'<span class="times" title="{times} attempts said this">×{times}</span>' if times > 1 else ""
     amount = "no total" if episode.reward is None else f"{episode.reward:.2f}"
-    told = episode.correct is None and episode.reward is not None  # the verdict tells it
-    total = f'<span class="total">paid <b>{amount}</b></span>' if episode.scores and not told else ""
+    in_verdict = episode.correct is None and episode.reward is not None
+    total = f'<span class="total">reward <b>{amount}</b></span>' if episode.scores and not in_verdict else ""
     verdict = f'<div class="verdict"><span>{_verdict(episode)}</span>{many}{total}</div>'
-    judges = _judges(episode, album)
-    return f'<div class="attempt {_class(episode)}">{verdict}{said}{fate}{_pay(episode)}{judges}</div>'
+    shown = [score for score in episode.scores if score.scope == "episode" or len(episode.turns) < 2]
+    scores = f'<div class="pay">{"".join(map(_chip, shown))}</div>' if shown else ""
+    kind = {True: "right", False: "wrong", None: "open"}[episode.correct]
+    return f'<div class="attempt {kind}">{verdict}{said}{fate}{scores}{_judges(episode, album)}</div>'
 
 
 def _judges(episode: Episode, album: Album) -> str:
-    """What judges were asked about an attempt and what they said, folded away."""
     rows = ""
     for asked in album.transcripts(episode.id):
         words = "\n".join(block.get("text", "") for message in asked["messages"] for block in message["content"])
@@ -336,38 +271,38 @@ def _judges(episode: Episode, album: Album) -> str:
 
 
 def candidate_number(question: str, response: str) -> int:
-    """Which of a question's numbered candidates a response, or a part of it, is; 0 where that cannot be told."""
-    found = {int(number): _letters(text) for number, _, text in CANDIDATE.findall(question)}
-    said = _letters(response)
-    same = [number for number, text in found.items() if text == said]
-    within = [number for number, text in found.items() if text and text in said]
+    """Which of a question's numbered candidates a response, or a part of it, is; 0 if that is unclear."""
+
+    def letters(text: str) -> str:
+        return "".join(c for c in text if c.isalnum())
+
+    found = {int(number): letters(text) for number, _, text in CANDIDATE.findall(question)}
+    written = letters(response)
+    same = [number for number, text in found.items() if text == written]
+    within = [number for number, text in found.items() if text and text in written]
     return same[0] if len(same) == 1 else within[0] if len(within) == 1 and not same else 0
-
-
-def _letters(text: str) -> str:
-    return "".join(c for c in text if c.isalnum())
 
 
 def _turn(episode: Episode, index: int, album: Album, credit: EpisodeCredit | None) -> str:
     turn = episode.turns[index]
     own = turn.parts or ({"": turn.reward} if turn.reward else {})
-    paid = "".join(f'<span class="chip">{escape(name)} {value:+.2f}</span>' for name, value in own.items())
-    paid += "".join(_chip(s) for s in episode.scores if s.turn == turn.index and not _environments_own(s, turn))
-    return f"<li>{_messages(turn.observation, album)}{_response(turn, credit)}{paid}</li>"
-
-
-def _environments_own(score: Score, turn: Turn) -> bool:
-    """True for a score that repeats what the environment paid at a turn, which is shown already."""
-    paid = turn.parts.get(score.name.rpartition("/")[2]) if turn.parts else turn.reward
-    return paid is not None and score.value == paid
+    chips = "".join(f'<span class="chip">{escape(name)} {value:+.2f}</span>' for name, value in own.items())
+    for score in episode.scores:
+        shown = turn.parts.get(score.name.rpartition("/")[2]) if turn.parts else turn.reward
+        if score.turn == turn.index and (shown is None or score.value != shown):  # not the environment's own reward again
+            chips += _chip(score)
+    return f"<li>{_messages(turn.observation, album)}{_response(turn, credit)}{chips}</li>"
 
 
 def _response(turn: Turn, credit: EpisodeCredit | None) -> str:
-    """What the model said in a turn; its tokens tinted where their advantages differ."""
     advantages = credit.advantages[turn.index] if credit is not None and turn.index < len(credit.advantages) else ()
     differ = len(set(advantages)) > 1 and len(advantages) == len(turn.response.byte_ends)
     text = tinted(turn.response, advantages, _marked, CHARACTERS) if differ else _marked(turn.response.text)
-    return f"<pre>{text}</pre>{advantage_line(advantages)}"
+    if not advantages:
+        return f"<pre>{text}</pre>"
+    low, high = f"{min(advantages):+.2f}", f"{max(advantages):+.2f}"
+    tint = f"<i {_tint(sum(advantages) / len(advantages))}></i>"
+    return f'<pre>{text}</pre><div class="advantage">{tint}advantage {low if low == high else f"{low} to {high}"}</div>'
 
 
 def _messages(messages: Sequence[Message], album: Album) -> str:
@@ -381,36 +316,13 @@ def _messages(messages: Sequence[Message], album: Album) -> str:
     return "".join(parts)
 
 
-def _alike(episodes: list[Episode], album: Album, credit: EpisodeCredit | None) -> str:
-    return f"<li>{_attempt(episodes[0], album, len(episodes), credit)}</li>"
-
-
-def _by_answer(episodes: Iterable[Episode]) -> list[list[Episode]]:
-    """Attempts that said and earned the same together, the best paid first."""
-    piles: dict[tuple[str, float | None, Status], list[Episode]] = {}
-    for episode in episodes:
-        piles.setdefault((episode.response, episode.reward, episode.status), []).append(episode)
-    return sorted(piles.values(), key=lambda pile: (pile[0].reward is None, -(pile[0].reward or 0.0)))
-
-
-def _class(episode: Episode) -> str:
-    return {True: "right", False: "wrong", None: "open"}[episode.correct]
-
-
 def _verdict(episode: Episode) -> str:
-    """Right or wrong where a term knows; else the reward; "not judged" where scores are missing."""
     unknown = "not judged" if episode.reward is None else f"reward {episode.reward:.2f}"
     word = {True: "✓ right", False: "✗ wrong", None: unknown}[episode.correct]
     if episode.status != Status.FINISHED:
         why = f": {episode.failure}" if episode.failure else ""
         return f"{word} · {escape(episode.status.value + _clip(why, 200))}"
     return word
-
-
-def _pay(episode: Episode) -> str:
-    shown = [score for score in episode.scores if score.scope == "episode" or len(episode.turns) < 2]
-    chips = "".join(map(_chip, shown))
-    return f'<div class="pay">{chips}</div>' if chips else ""
 
 
 def _chip(score: Score) -> str:
@@ -422,7 +334,6 @@ def _chip(score: Score) -> str:
 
 
 def _marked(text: str) -> str:
-    """What the model said; its tags stand back."""
     if not text:
         return '<i class="empty">nothing</i>'
     return TAG.sub(lambda tag: f'<span class="tag">{tag.group()}</span>', escape(_clip(text)))

@@ -1,4 +1,4 @@
-"""Curves as inline SVG: axes with round numbers, a faint line of what was measured under a smooth one, and intervals."""
+"""Curves in braille and blocks for the console, and as inline SVG for the page: axes, smoothed lines, intervals."""
 
 import json
 import math
@@ -12,7 +12,7 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def smooth(values: Sequence[float], span: int = 0) -> list[float]:
-    """A running mean over about a twelfth of the curve, centred, shorter at both ends; short curves stay as they are."""
+    """A centred running mean over about a twelfth of the curve; short curves are unchanged."""
     reach = (span or len(values) // 12) // 2
     return [_mean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
 
@@ -36,7 +36,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
-    """The range of an axis: 0 to 1 for shares, else the values' own with a little air."""
+    """The range of an axis: 0 to 1 for shares, else that of the values with a margin."""
     low, high = min(values), max(values)
     if low >= 0 and high <= 1:
         return 0.0, 1.0
@@ -77,7 +77,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. ``colour`` picks one of the page's; ``marks`` draws points (with intervals, if given), not a line."""
+    """One curve in one of the page's colours; ``marks`` draws points (with intervals, if given), not a line."""
 
     name: str
     points: tuple[Point, ...]
@@ -88,7 +88,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """The steps that all charts of a page show; ``divide`` is the last step of the warm start, where there is one."""
+    """The steps that all charts of a page show; ``divide`` is the last step of the warm start, if any."""
 
     first: float
     last: float
@@ -103,22 +103,16 @@ def line_chart(
     width: int = 640,
     height: int = 280,
     wide: bool = False,
-    legend: bool = True,
 ) -> str:
-    """A chart of one or more curves over steps, readable without scripts; scripts add a crosshair.
-
-    A ``wide`` one takes the page's whole width where there is room, and is drawn as the others are on a narrow screen.
-    """
+    """A chart of curves over steps; the page's script adds a crosshair. A ``wide`` one fills the page if there is room."""
     series = [_thinned(one) for one in series if one.points]
     if not series:
         return ""
-    if wide:
-        drawn = _svg(title, series, axis, 1310, height, "chart roomy") + _svg(
-            title, series, axis, width, height, "chart tight"
-        )
-    else:
-        drawn = _svg(title, series, axis, width, height, "chart")
-    caption = f"<figcaption><b>{escape(title)}</b>{_legend(series) if legend and len(series) > 1 else ''}</figcaption>"
+    sizes = [(1310, "chart roomy"), (width, "chart tight")] if wide else [(width, "chart")]
+    drawn = "".join(_svg(title, series, axis, across, height, kind) for across, kind in sizes)
+    keys = "".join(f'<span class="key c{one.colour}"><i></i>{escape(one.name)}</span>' for one in series)
+    legend = f'<span class="legend">{keys}</span>' if len(series) > 1 else ""
+    caption = f"<figcaption><b>{escape(title)}</b>{legend}</figcaption>"
     body = f'<div class="plot-body">{drawn}<div class="tip" hidden></div></div>'
     return f'<figure class="plot{" wide" if wide else ""}">{caption}{body}</figure>'
 
@@ -140,7 +134,7 @@ def _svg(title: str, series: Sequence[Series], axis: Axis | None, width: int, he
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where numbers lie on the paper."""
+    """Positions of numbers in the picture."""
 
     left: float
     right: float
@@ -176,11 +170,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(n * step, 12) for n in range(start, math.floor(high / step + 1e-9) + 1)]
 
 
-def number(value: float) -> str:
-    """A number in few characters."""
-    if value == 0 or 0.001 <= abs(value) < 10_000:
-        return f"{value:.4g}"
-    return f"{value:.2g}"
+def _number(value: float) -> str:
+    return f"{value:.4g}" if value == 0 or 0.001 <= abs(value) < 10_000 else f"{value:.2g}"
 
 
 def _axes(frame: _Frame) -> list[str]:
@@ -188,7 +179,7 @@ def _axes(frame: _Frame) -> list[str]:
     for value in ticks(frame.low, frame.high, 5):
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        parts.append(f'<text class="tick" x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>')
     whole = [step for step in ticks(frame.first, frame.last, 6) if step == int(step)]
     for i, step in enumerate(whole):
         x, words = frame.x(step), f"step {int(step)}" if i == 0 else f"{int(step)}"
@@ -198,7 +189,6 @@ def _axes(frame: _Frame) -> list[str]:
 
 
 def _divider(after: float, frame: _Frame) -> list[str]:
-    """A line where the warm start ends, with the stages' names on either side."""
     x, names = frame.x(after), []
     if x - frame.left > 60:
         names.append(f'<text class="tick stage" x="{x - 6:.1f}" y="{frame.top + 6}" text-anchor="end">SFT</text>')
@@ -234,18 +224,12 @@ def _path(points: Sequence[Point], frame: _Frame) -> str:
     return "M" + "L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
 
 
-def _legend(series: Sequence[Series]) -> str:
-    keys = "".join(f'<span class="key c{one.colour}"><i></i>{escape(one.name)}</span>' for one in series)
-    return f'<span class="legend">{keys}</span>'
-
-
 def _data(series: Sequence[Series], frame: _Frame) -> dict[str, object]:
-    """What the crosshair needs."""
     curves = [
         {
             "name": one.name,
             "colour": one.colour,
-            "points": [[round(frame.x(x), 1), round(frame.y(y), 1), x, number(y)] for x, y in one.points],
+            "points": [[round(frame.x(x), 1), round(frame.y(y), 1), x, _number(y)] for x, y in one.points],
         }
         for one in series
     ]
@@ -253,9 +237,8 @@ def _data(series: Sequence[Series], frame: _Frame) -> dict[str, object]:
 
 
 def _in_words(title: str, series: Sequence[Series]) -> str:
-    """The chart for those who cannot see it."""
     words = [
-        f"{one.name} from {number(one.points[0][1])} at step {one.points[0][0]:g} to {number(one.points[-1][1])} at step "
+        f"{one.name} from {_number(one.points[0][1])} at step {one.points[0][0]:g} to {_number(one.points[-1][1])} at step "
         f"{one.points[-1][0]:g}"
         for one in series
     ]
@@ -263,7 +246,6 @@ def _in_words(title: str, series: Sequence[Series]) -> str:
 
 
 def _thinned(series: Series) -> Series:
-    """A curve of at most so many points: every n-th, and the last."""
     stride = -(-len(series.points) // POINTS)
     if stride <= 1:
         return series

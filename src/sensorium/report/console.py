@@ -1,4 +1,8 @@
-"""How far an evaluation is: a bar on a terminal, and now and then a plain line where there is none."""
+"""A run on the console: a live display on a terminal, else plain lines; and the bar of an evaluation.
+
+Without a terminal a line is printed for the first step, for evaluations, for the last step, and otherwise at most every ten
+seconds.
+"""
 
 import statistics
 import time
@@ -18,50 +22,34 @@ from rich.text import Text
 from sensorium.report.cards import first_group_lines
 from sensorium.report.charts import bounds, chart, smooth, sparkline
 from sensorium.report.tables import count_text, interval_text, share_or_reward
-from sensorium.report.terminal import Terminal
+from sensorium.report.terminal import Terminal, say
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
 from sensorium.runs.metrics import Notice
 from sensorium.vocabulary.episode import Group as EpisodeGroup
-
-# A log is never flooded: without a terminal a line is printed for the first step, for evaluations, for the last step,
-# and otherwise at most every ten seconds.
-
+from sensorium.vocabulary.metric_names import TROUBLES
 
 QUIET_S = 10.0
 PHASES = ("draw", "rollout", "score", "credit", "update", "record")
-TROUBLES = {
-    "episodes/failed": "failed",
-    "episodes/dropped": "dropped",
-    "episodes/out_of_context": "out of context",
-    "tasks/skipped_bad": "bad rows skipped",
-    "tasks/skipped_long": "long prompts skipped",
-    "policy/skipped": "updates skipped",
-}
-SAID_BEFORE = frozenset({"slower_computing"})
-"""Findings whose reasons were printed when they came up; the report has them."""
+PRINTED_BEFORE = frozenset({"slower_computing"})  # findings whose reasons are printed when they occur
 
 
 class ConsoleWatcher(Watcher):
-    """Shows a run on the terminal. ``console`` is rich's; it decides whether there is a terminal.
-
-    ``opening`` is called once, before the first thing is shown: a run that cannot start shows nothing but why.
-    """
+    """Shows a run. ``opening`` is called once before anything is shown: a run that cannot start shows only why."""
 
     shown = True
 
     def __init__(self, console: Console | None = None, opening: Callable[[], None] | None = None) -> None:
         self.console = console or Terminal()
         self._opening = opening
-        self.lively = (
-            self.console.is_terminal and not self.console.is_dumb_terminal and "utf" in self.console.encoding.lower()
-        )
+        terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.lively = terminal and "utf" in self.console.encoding.lower()
         self._state = _State()
         self._live: Live | None = None
         self._last_line = -QUIET_S
 
     def started(self, run: RunStart) -> None:
         """Open the display."""
-        self._opened()
+        self._open()
         self._state.start(run)
         if self.lively:
             self._live = Live(self._state, console=self.console, refresh_per_second=2)
@@ -69,7 +57,7 @@ class ConsoleWatcher(Watcher):
         else:
             left = run.steps - run.first
             since = f", from step {run.first}" if run.first else ""
-            self._print(f"{run.name}: {left} {'step' if left == 1 else 'steps'} to go{since}")
+            say(f"{run.name}: {left} {'step' if left == 1 else 'steps'} to go{since}", self.console)
 
     def phase(self, step: int, name: str, total: int = 0) -> None:
         """Show what is going on."""
@@ -86,7 +74,7 @@ class ConsoleWatcher(Watcher):
             now = time.monotonic()
             if now - self._last_line >= QUIET_S or step == self._state.run.steps:
                 self._last_line = now
-                self._print(self._state.line())
+                say(self._state.line(), self.console)
 
     def evaluated(self, step: int, summary: Summary) -> None:
         """Take in an evaluation."""
@@ -95,10 +83,10 @@ class ConsoleWatcher(Watcher):
             interval = f" [{interval_text(summary)}]".replace("–", " to ") if summary.get("interval") else ""
             judged, tasks = summary.get("judged"), summary.get("tasks")
             few = f", {judged} of {tasks} tasks judged" if judged and tasks and judged < tasks else ""
-            self._print(f"step {step}: {summary['name']} {_measured(summary)}{interval}{few}")
+            say(f"step {step}: {summary['name']} {_measured(summary)}{interval}{few}", self.console)
 
     def began(self, group: EpisodeGroup) -> None:
-        """Print the first group: what is asked, one response and what it is paid."""
+        """Print the first group: the task, one response and its scores."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
@@ -108,8 +96,8 @@ class ConsoleWatcher(Watcher):
         self.console.print()
 
     def diagnosed(self, notice: Notice) -> None:
-        """Print a finding above the display, and keep it there while it lasts."""
-        if notice.rule in SAID_BEFORE:
+        """Print a finding, and list it on the display while it lasts."""
+        if notice.rule in PRINTED_BEFORE:
             return
         if notice.state == "ended":
             self._state.findings.pop(notice.rule, None)
@@ -125,7 +113,7 @@ class ConsoleWatcher(Watcher):
 
     def noted(self, text: str) -> None:
         """Print a line above the display."""
-        self._opened()
+        self._open()
         self.console.print(text, style="yellow", markup=False, highlight=False)
 
     def finished(self) -> None:
@@ -135,22 +123,18 @@ class ConsoleWatcher(Watcher):
             self._live.stop()
             self._live = None
 
-    def _opened(self) -> None:
+    def _open(self) -> None:
         opening, self._opening = self._opening, None
         if opening is not None:
             opening()
 
     def _encodable(self, text: str) -> str:
-        """Words as the terminal's encoding can show them: a model may write anything."""
         encoding = self.console.encoding
         return text.encode(encoding, "replace").decode(encoding)
 
-    def _print(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
 
 class _State:
-    """What the display knows; draws itself afresh at every refresh."""
+    """The state of the display, drawn at every refresh."""
 
     def __init__(self) -> None:
         self.run = RunStart("", 0)
@@ -192,7 +176,7 @@ class _State:
 
     @property
     def left(self) -> str:
-        """How long the other steps will take, as words; nothing before the first step and after the last."""
+        """The remaining time; empty before the first step and after the last."""
         if self._first is None or self.step >= self.run.steps:
             return ""
         typical = statistics.median(self._durations or [self._first])
@@ -212,19 +196,15 @@ class _State:
         return "  ".join(parts)
 
     def __rich__(self) -> RenderableType:
-        return Group(*self._rows())
-
-    def _rows(self) -> Iterator[RenderableType]:
-        yield self._head()
-        yield ProgressBar(total=max(1, self.run.steps), completed=self.step, complete_style="cyan", finished_style="green")
-        yield self._charts()
+        total = max(1, self.run.steps)
+        bar = ProgressBar(total=total, completed=self.step, complete_style="cyan", finished_style="green")
         rows = list(self._facts())
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="dim", no_wrap=True, min_width=max((len(label) for label, _ in rows), default=0))
         facts.add_column(overflow="ellipsis")
         for label, fact in rows:
             facts.add_row(label, fact)
-        yield facts
+        return Group(self._head(), bar, self._charts(), facts)
 
     def _head(self) -> RenderableType:
         head = Table.grid(expand=True)
@@ -252,12 +232,35 @@ class _State:
 
     def _facts(self) -> Iterator[tuple[str, RenderableType]]:
         terms = [name for name in self.curves if name.startswith("reward/") and name != "reward/mean"]
-        if terms:
-            yield "terms", Columns([self._term(name) for name in terms], padding=(0, 3))
+        lines = []
+        for name in terms:
+            value = (f"{self.curves[name][-1]:.2f} ", "bold")
+            line = Text.assemble(f"{name.removeprefix('reward/')} ", value, (sparkline(self.curves[name], 10), "cyan"))
+            line.no_wrap = True
+            lines.append(line)
+        if lines:
+            yield "terms", Columns(lines, padding=(0, 3))
         if self.evaluations:
-            yield "held out", self._held_out()
+            step, last = self.evaluations[-1]
+            line = Text()
+            for at, earlier in self.evaluations[:-1]:
+                if at in (self.evaluations[0][0], self.run.warm_start):
+                    stage = " after the warm start" if at == self.run.warm_start > 0 else ""
+                    line.append(f"{share_or_reward(earlier)}{stage} → ", style="dim")
+            line.append(share_or_reward(last), style="bold green")
+            line.append(f"  [{interval_text(last)}]" if last.get("interval") else "", style="dim")
+            line.append(f"  at step {step}", style="dim")
+            yield "held out", line
         if "throughput/episodes_per_s" in self.metrics:
-            yield "speed", self._speed()
+            line = Text(f"{count_text(self.metrics['throughput/episodes_per_s'])} episodes/s")
+            if "throughput/tokens_per_s" in self.metrics:
+                line.append(f"  {count_text(self.metrics['throughput/tokens_per_s'])} tokens/s")
+            if whole := self.metrics.get("time/step_s", 0.0):
+                line.append(f"  {whole:.2f} s a step")
+                shares = [(phase, self.metrics.get(f"time/{phase}_s", 0.0) / whole) for phase in PHASES]
+                words = ", ".join(f"{phase} {100 * part:.0f}\u00a0%" for phase, part in shares if part >= 0.01)
+                line.append(f"  ({words})" if words else "", style="dim")
+            yield "speed", line
         if self.findings:
             words = ", ".join(f"{rule.replace('_', ' ')} (since step {n.step})" for rule, n in self.findings.items())
             grave = any(notice.grave for notice in self.findings.values())
@@ -266,40 +269,9 @@ class _State:
         if troubles:
             yield "left out", Text(", ".join(troubles), style="yellow")
 
-    def _term(self, name: str) -> Text:
-        value = (f"{self.curves[name][-1]:.2f} ", "bold")
-        line = Text.assemble(f"{name.removeprefix('reward/')} ", value, (sparkline(self.curves[name], 10), "cyan"))
-        line.no_wrap = True
-        return line
-
-    def _held_out(self) -> Text:
-        """What was measured at the start, after the warm start where there is one, and now."""
-        step, last = self.evaluations[-1]
-        line = Text()
-        for at, earlier in self.evaluations[:-1]:
-            if at in (self.evaluations[0][0], self.run.warm_start):
-                stage = " after the warm start" if at == self.run.warm_start > 0 else ""
-                line.append(f"{share_or_reward(earlier)}{stage} → ", style="dim")
-        line.append(share_or_reward(last), style="bold green")
-        line.append(f"  [{interval_text(last)}]" if last.get("interval") else "", style="dim")
-        line.append(f"  at step {step}", style="dim")
-        return line
-
-    def _speed(self) -> Text:
-        line = Text(f"{count_text(self.metrics['throughput/episodes_per_s'])} episodes/s")
-        if "throughput/tokens_per_s" in self.metrics:
-            line.append(f"  {count_text(self.metrics['throughput/tokens_per_s'])} tokens/s")
-        whole = self.metrics.get("time/step_s", 0.0)
-        if whole:
-            line.append(f"  {whole:.2f} s a step")
-            shares = [(phase, self.metrics.get(f"time/{phase}_s", 0.0) / whole) for phase in PHASES]
-            words = ", ".join(f"{phase} {100 * part:.0f}\u00a0%" for phase, part in shares if part >= 0.01)
-            line.append(f"  ({words})" if words else "", style="dim")
-        return line
-
 
 class _Chart:
-    """One curve with its name, its last value and its axis, as wide as there is room."""
+    """One curve with its name, last value and axis, in the available width."""
 
     def __init__(self, title: str, values: list[float], style: str, height: int = 6) -> None:
         self.title, self.values, self.style, self.height = title, values, style, height
@@ -325,7 +297,6 @@ def duration(seconds: float) -> str:
 
 
 def _measured(summary: Summary) -> str:
-    """What an evaluation measured, for a line: its accuracy, or the reward where no term says right or wrong."""
     if summary.get("accuracy") is not None:
         return f"accuracy {share_or_reward(summary)}"
     if summary.get("reward") is not None:
@@ -338,7 +309,7 @@ def _measured(summary: Summary) -> str:
 
 
 class EvaluationBar:
-    """Hears how many tasks are done (``tell``), between entering and leaving; ``quiet_s`` lies between two lines."""
+    """Shows how many tasks are done; a plain line at most every ``quiet_s`` if there is no terminal."""
 
     def __init__(self, console: Console, quiet_s: float = QUIET_S) -> None:
         parts = (TextColumn("tasks"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -356,7 +327,7 @@ class EvaluationBar:
         self.progress.stop()
 
     def tell(self, done: int, of: int) -> None:
-        """So many tasks are done; what was done before the first call, an earlier evaluation did."""
+        """So many tasks are done; those of the first call were done by an earlier evaluation."""
         now = time.monotonic()
         if not self.heard:
             self.heard, self._last_line = True, now
@@ -368,5 +339,5 @@ class EvaluationBar:
         self.progress.update(self.bar, completed=done, total=of)
 
     def _print(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # a console that is closed, full or of few letters ends no evaluation
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError, ValueError):  # a console that cannot print ends no evaluation
+            say(line, self.console)

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, written with its own event writer (no torch)."""
+"""Loggers: TensorBoard, through its own event writer (without torch), and wandb."""
 
 import os
 import time
@@ -9,14 +9,14 @@ from typing import Any
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.schema import LoggingSection
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
-from sensorium.vocabulary.content import Media, Message, Text, assistant
+from sensorium.vocabulary.content import Text, assistant
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.secrets import without_keys
 
 
 class TensorboardLogger(Watcher):
-    """Writes scalars below ``<run>/tensorboard``. A resumed run tells TensorBoard to forget the steps it repeats."""
+    """Writes scalars below ``<run>/tensorboard``. After a resume TensorBoard drops the steps that are repeated."""
 
     def __init__(self, run_dir: Path, logging: LoggingSection) -> None:
         try:
@@ -40,7 +40,7 @@ class TensorboardLogger(Watcher):
         self._add(step, summary=self._summaries.Summary(value=values))
 
     def evaluated(self, step: int, summary: Summary) -> None:
-        """Write an evaluation that no step's row holds: the one at the start."""
+        """Write the evaluation at the start, which belongs to no step."""
         if step == 0 and summary.get("accuracy") is not None:
             self.stepped(0, {"eval/accuracy": summary["accuracy"]})
 
@@ -56,28 +56,19 @@ COLUMNS = ["step", "task", "text", "reward", "correct", "status"]
 
 
 def conversation(episode: Episode) -> str:
-    """An episode as text, role by role; a medium is its kind in angle brackets, in its place."""
+    """An episode as text, role by role; a medium is shown as its kind in angle brackets."""
     messages = list(episode.head)
     for turn in episode.turns:
         messages += [*turn.observation, assistant(turn.response.text)]
-    return "\n\n".join(f"{message.role}: {_words(message)}" for message in messages)
-
-
-def _words(message: Message) -> str:
-    return "".join(block.text if isinstance(block, Text) else f"<{block.kind}>" for block in message.content)
-
-
-def _pictures(episode: Episode) -> list[Media]:
-    """The pictures of an episode in order, as ``conversation`` names them."""
-    messages = [*episode.head, *(message for turn in episode.turns for message in turn.observation)]
-    return [medium for message in messages for medium in message.media if medium.kind == "picture"]
+    texts = []
+    for message in messages:
+        blocks = (block.text if isinstance(block, Text) else f"<{block.kind}>" for block in message.content)
+        texts.append(f"{message.role}: {''.join(blocks)}")
+    return "\n\n".join(texts)
 
 
 class WandbLogger(Watcher):
-    """Logs to a wandb run named after the run directory, kept in ``WANDB_DIR``, else below ``<run>/wandb``.
-
-    ``wandb sync`` uploads it later.
-    """
+    """Logs to a wandb run in ``WANDB_DIR``, else below ``<run>/wandb``; ``wandb sync`` uploads it later."""
 
     def __init__(self, run_dir: Path, logging: LoggingSection) -> None:
         try:
@@ -98,7 +89,7 @@ class WandbLogger(Watcher):
         except OSError as error:
             raise SensoriumError(f"wandb cannot write to '{folder}' (WANDB_DIR): {error.strerror}.") from error
         config = without_keys(run.recipe)
-        # wandb would keep the command line, whose overrides may hold what the config hides.
+        # wandb would store the command line, whose overrides may hold keys that the config hides.
         hidden = {} if config == run.recipe else {"settings": self._wandb.Settings(x_disable_meta=True)}
         self._run = self._wandb.init(
             project=self._project,
@@ -114,14 +105,14 @@ class WandbLogger(Watcher):
         self._run.log(dict(metrics), step=step)
 
     def evaluated(self, step: int, summary: Summary) -> None:
-        """Log an evaluation that no step's row holds: the one at the start."""
+        """Log the evaluation at the start, which belongs to no step."""
         if step == 0 and summary.get("accuracy") is not None:
             self._run.log({"eval/accuracy": summary["accuracy"]}, step=0)
 
     def generated(self, step: int, groups: Sequence[Group], store: MediaStore) -> None:
-        """Log ``logging.generations`` episodes, one a task first: the table ``eval/generations`` and ``eval/pictures``.
+        """Log ``logging.generations`` episodes: the table ``eval/generations``, and ``eval/pictures``.
 
-        Pictures are not in the table: wandb would stage those outside of the run's directory.
+        Pictures are not in the table, since wandb would stage those outside the run directory.
         """
         if not self._generations:
             return
@@ -130,7 +121,9 @@ class WandbLogger(Watcher):
         for episode in listed[: self._generations]:
             facts = (episode.reward, episode.correct, str(episode.status))
             table.add_data(step, episode.task_id, conversation(episode), *facts)
-            for number, picture in enumerate(_pictures(episode), 1):
+            messages = [*episode.head, *(message for turn in episode.turns for message in turn.observation)]
+            pictures = [medium for message in messages for medium in message.media if medium.kind == "picture"]
+            for number, picture in enumerate(pictures, 1):
                 images.append(self._wandb.Image(store.picture(picture), caption=f"{episode.task_id}, picture {number}"))
         self._run.log({"eval/generations": table, **({"eval/pictures": images} if images else {})}, step=step)
 

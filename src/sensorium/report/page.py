@@ -1,23 +1,25 @@
-"""The health of a run at the top of its page: what is wrong and since when, what is over, and the sight checks."""
+"""report.html of a run: health, curves, accuracy stage by stage, examples, processes and the recipe.
+
+The page loads nothing but large clips, from ``media/`` beside it. It is readable without scripts, and its size is bounded.
+"""
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 from sensorium import __version__
-from sensorium.data.decoder import Decoder, open_decoder
+from sensorium.data.decoder import open_decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.plan import placed_by, placed_processes, section_name
 from sensorium.recipe.schema import MediaSection
 from sensorium.recipe.traits import estimator_traits
 from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.report.album import Album
-from sensorium.report.cards import Comparisons, Kind, compare_evaluations, comparison_card, group_card, training_groups
+from sensorium.report.cards import Kind, compare_evaluations, comparison_card, group_card, training_groups
 from sensorium.report.charts import Axis, Series, line_chart
 from sensorium.report.console import duration
 from sensorium.report.tables import interval_text, share
@@ -25,8 +27,15 @@ from sensorium.runs.durable import write_whole
 from sensorium.runs.metrics import HealthRecord, Notice, SightResult, read_health, read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import RecordError, SensoriumError
+from sensorium.vocabulary.metric_names import DETAILS, REPLACEMENTS, WAITS
 from sensorium.vocabulary.secrets import without_keys
 
+Summary = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
+MEDIA_BYTES = 4 * 1024 * 1024
+AGE = "staleness/share_"
+STEPS_NAMED = 12
 WORDS = {
     "picture": ("pictures", "pictures blanked"),
     "video": ("videos", "videos blanked"),
@@ -34,8 +43,8 @@ WORDS = {
 }
 
 
-def health_panel(record: HealthRecord, steps: int, planned: int = 0) -> str:
-    """The panel; without findings a line that says so, and whether all planned steps were made. Nothing before a step."""
+def _health_panel(record: HealthRecord, steps: int, planned: int = 0) -> str:
+    """The health of a run: what is wrong and since when, what is over, and the sight checks; empty before a step."""
     lasting = [notice for notice in record.last() if notice.state != "ended"]
     over = [notice for notice in record.last() if notice.state == "ended"]
     sight = "".join(f"<p>{_sight(step, result)}</p>" for step, results in record.sight for result in results)
@@ -49,25 +58,22 @@ def health_panel(record: HealthRecord, steps: int, planned: int = 0) -> str:
     part = f" The run was to have {planned:,} steps: it goes on, or was interrupted." if steps < planned else ""
     title += " so far" if kind == "well" and part else ""
     none = f"Nothing was found wrong at the end of {steps:,} steps." if not lasting else f"{steps:,} steps were made."
-    none += " What was found before, and is over, stands below." if over and not lasting else ""
+    none += " Earlier findings that are over are listed below." if over and not lasting else ""
     none = f"<p>{none}{part}</p>" if part or not lasting else ""
-    items = "".join(_lasting(notice, record.began(notice.rule)) for notice in lasting)
-    past = "".join(_over(notice, record.began(notice.rule)) for notice in over)
+    items = past = ""
+    for notice in lasting:
+        began = record.began(notice.rule)
+        since = f'<span class="since">{f"since step {began}" if began else "since the start"}</span>'
+        level = "grave" if notice.grave else "caution"
+        items += f'<li class="{level}"><b>{_name(notice)}</b> {since}<p>{escape(notice.text)}</p></li>'
+    for notice in over:
+        steps_of = f"from step {record.began(notice.rule)} to step {notice.step}"
+        past += f"<li><b>{_name(notice)}</b> {steps_of}: {escape(notice.text)}</li>"
     more = f'<ul class="over">{past}</ul>' if past else ""
     return (
         f'<section class="health {kind}"><h2>{title}</h2>{none}'
         f"{f'<ul>{items}</ul>' if items else ''}{more}{f'<div class=sight>{sight}</div>' if sight else ''}</section>\n"
     )
-
-
-def _lasting(notice: Notice, began: int) -> str:
-    kind = "grave" if notice.grave else "caution"
-    since = f"since step {began}" if began else "since the start"
-    return f'<li class="{kind}"><b>{_name(notice)}</b> <span class="since">{since}</span><p>{escape(notice.text)}</p></li>'
-
-
-def _over(notice: Notice, began: int) -> str:
-    return f"<li><b>{_name(notice)}</b> from step {began} to step {notice.step}: {escape(notice.text)}</li>"
 
 
 def _name(notice: Notice) -> str:
@@ -77,45 +83,21 @@ def _name(notice: Notice) -> str:
 def _sight(step: int, found: SightResult) -> str:
     shown, blanked = WORDS.get(found.kind, (found.kind, f"{found.kind} blanked"))
     when = "at the start" if step == 0 else f"after step {step}"
-    if found.measure != "accuracy":
-        return (
-            f"Sight check {when}, {found.tasks} held-out tasks: {escape(found.measure)} <b>{found.shown:.2f}</b> with "
-            f"{shown}, <b>{found.blanked:.2f}</b> with {blanked}."
-        )
-    return (
-        f"Sight check {when}, {found.tasks} held-out tasks: <b>{share(found.shown)}</b> right with {shown}, "
-        f"<b>{share(found.blanked)}</b> with {blanked}."
-    )
+    before, after = f"{escape(found.measure)} <b>{found.shown:.2f}</b>", f"<b>{found.blanked:.2f}</b>"
+    if found.measure == "accuracy":
+        before, after = f"<b>{share(found.shown)}</b> right", f"<b>{share(found.blanked)}</b>"
+    return f"Sight check {when}, {found.tasks} held-out tasks: {before} with {shown}, {after} with {blanked}."
 
 
-Summary = Mapping[str, Any]
-
-
-def warm_steps(recipe: Mapping[str, Any]) -> int:
-    """How many steps of a run are supervised, by its recipe."""
-    section = recipe.get("warm_start") or {}
-    return int(section.get("steps", 0))
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One evaluation, under the name of the moment at which it was made."""
-
-    name: str
-    summary: Summary
-
-
-def stages_of(found: Sequence[Summary], warm: int) -> list[Stage]:
-    """The first evaluation, that at the end of the warm start, and the last; those that a run has."""
+def _stages_of(found: Sequence[Summary], warm: int) -> list[tuple[str, Summary]]:
     if not warm:
-        return [Stage(name, summary) for name, summary in (("before", found[0]), ("after", found[-1]))][: len(found)]
-    stages = [Stage("at start", summary) for summary in found[:1] if summary["step"] < warm]
-    stages += [Stage("after warm start", summary) for summary in found if summary["step"] == warm]
-    return stages + [Stage("after RL", summary) for summary in found[-1:] if summary["step"] > warm]
+        return [("before", found[0]), ("after", found[-1])][: len(found)]
+    stages = [("at start", summary) for summary in found[:1] if summary["step"] < warm]
+    stages += [("after warm start", summary) for summary in found if summary["step"] == warm]
+    return stages + [("after RL", summary) for summary in found[-1:] if summary["step"] > warm]
 
 
-def by_name(summaries: Sequence[Summary]) -> list[list[Summary]]:
-    """The summaries of each evaluation in order of steps; the one made most often, the main one, first."""
+def _by_name(summaries: Sequence[Summary]) -> list[list[Summary]]:
     found: dict[str, list[Summary]] = {}
     for summary in summaries:
         found.setdefault(summary["name"], []).append(summary)
@@ -123,52 +105,49 @@ def by_name(summaries: Sequence[Summary]) -> list[list[Summary]]:
     return sorted(found.values(), key=lambda of: (-len(of), known.index(of[0]["name"]) if of[0]["name"] in known else 9))
 
 
-def widest_first(summaries: Sequence[Summary]) -> list[list[Summary]]:
-    """The same, the evaluation of most tasks first: it has the say."""
-    return sorted(by_name(summaries), key=lambda of: -_size(of[-1]))
+def _widest_first(summaries: Sequence[Summary]) -> list[list[Summary]]:
+    return sorted(_by_name(summaries), key=lambda of: -_size(of[-1]))
 
 
 def stage_table(summaries: Sequence[Summary], warm: int) -> str:
-    """Accuracy stage by stage, by evaluation and by category, as a table with bars; the change is the last stage's own.
-
-    Where nothing is right or wrong it is the mean reward.
-    """
-    paid = all(summary.get("accuracy") is None for summary in summaries)
+    """Accuracy, or mean reward if nothing is right or wrong, by stage, evaluation and category, and the last change."""
+    by_reward = all(summary.get("accuracy") is None for summary in summaries)
     rows: list[str] = []
     heads: tuple[str, ...] = ()
-    for i, found in enumerate(found for found in widest_first(summaries) if len(found) > 1):
-        stages = stages_of(found, warm)
-        if i == 0:
-            heads = tuple(stage.name for stage in stages)
-        if tuple(stage.name for stage in stages) != heads or len(stages) < 2:
+    for i, found in enumerate(found for found in _widest_first(summaries) if len(found) > 1):
+        stages = _stages_of(found, warm)
+        names, parts = tuple(name for name, _ in stages), [summary for _, summary in stages]
+        heads = names if i == 0 else heads
+        if names != heads or len(stages) < 2:
             continue
-        parts = [stage.summary for stage in stages]
-        rows.append(_row(str(parts[-1]["name"]), parts, heads, "whole", paid))
+        rows.append(_row(str(parts[-1]["name"]), parts, heads, "whole", by_reward))
         for name in parts[-1].get("categories", {}) if i == 0 else ():
-            rows.append(_row(name, [part.get("categories", {}).get(name, {}) for part in parts], heads, "part", paid))
+            rows.append(_row(name, [part.get("categories", {}).get(name, {}) for part in parts], heads, "part", by_reward))
     if not rows:
         return ""
     change = {"after RL": "change by RL", "after warm start": "change by it"}.get(heads[-1], "change")
     head = "".join(f"<th>{name}</th>" for name in ("", *heads, change, "n"))
     accuracy = "Accuracy on held-out tasks, with its 95 % interval."
     reward = "Mean reward on held-out tasks; no reward term says right or wrong."
-    note = f'<p class="note">{reward if paid else accuracy}</p>'
+    note = f'<p class="note">{reward if by_reward else accuracy}</p>'
     return f'{note}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _row(name: str, parts: Sequence[Summary], heads: Sequence[str], kind: str, paid: bool) -> str:
-    old, new = (part.get("reward" if paid else "accuracy") for part in parts[-2:])
-    change = "–" if old is None or new is None else f"{new - old:+.3f}" if paid else f"{100 * (new - old):+.1f}"
+def _row(name: str, parts: Sequence[Summary], heads: Sequence[str], kind: str, by_reward: bool) -> str:
+    old, new = (part.get("reward" if by_reward else "accuracy") for part in parts[-2:])
+    change = "–" if old is None or new is None else f"{new - old:+.3f}" if by_reward else f"{100 * (new - old):+.1f}"
     trend = "" if old is None or new is None or abs(new - old) < 0.02 else ("up" if new > old else "down")
-    cells = "".join(f'<td data-stage="{head}">{_bar(part, paid)}</td>' for part, head in zip(parts, heads, strict=True))
+    cells = "".join(
+        f'<td data-stage="{head}">{_bar(part, by_reward)}</td>' for part, head in zip(parts, heads, strict=True)
+    )
     return (
         f'<tr class="{kind}"><th scope="row">{escape(name)}</th>{cells}'
         f'<td class="change {trend}">{change}</td><td class="n">{_size(parts[-1]) or "–"}</td></tr>'
     )
 
 
-def _bar(part: Summary, paid: bool) -> str:
-    if paid and part.get("reward") is not None:
+def _bar(part: Summary, by_reward: bool) -> str:
+    if by_reward and part.get("reward") is not None:
         return f'<span class="share">{part["reward"]:.3f}</span>'
     accuracy = part.get("accuracy")
     if accuracy is None:
@@ -181,58 +160,33 @@ def _size(part: Summary) -> int:
     return int(part.get("tasks", part.get("episodes", 0)))
 
 
-Rows = Sequence[Mapping[str, Any]]
-DETAILS = {
-    "policy/entropy": "entropy",
-    "policy/grad_norm": "gradient norm",
-    "policy/kl_ref": "KL to the start",
-    "policy/clip_fraction": "clipped share",
-    "value/loss": "loss of the critic",
-    "value/explained_variance": "variance that the critic explains",
-    "mismatch/kl": "KL of engine and learner",
-    "groups/zero_variance": "groups of equal reward",
-    "episodes/length_mean": "tokens an episode",
-    "episodes/turns_mean": "turns an episode",
-    "throughput/episodes_per_s": "episodes a second",
-}
-
-
-def step_axis(rows: Rows, summaries: Rows, warm: int) -> Axis:
-    """From the first step of anything to the last; divided where RL begins."""
-    steps = [float(one["step"]) for one in (*rows, *summaries)] or [0.0]
-    divided = 0 < warm < max(steps)
-    return Axis(min(steps), max(steps), warm if divided else None)
-
-
-def learning_charts(rows: Rows, summaries: Rows, axis: Axis) -> str:
-    """Reward, accuracy in training with the held-out ones, and every term by its name."""
-    accuracy = [metric_series("training", "accuracy", rows, colour=1), *_held_out(summaries)]
+def _learning_charts(rows: Rows, summaries: Rows, axis: Axis) -> str:
+    accuracy = [_metric_series("training", "accuracy", rows, colour=1), *_held_out(summaries)]
     terms = [name for name in dict.fromkeys(key for row in rows for key in row) if name.startswith("reward/")]
     by_term = [
-        metric_series(name.removeprefix("reward/"), name, rows, colour=(0, 3, 2, 4, 5)[i % 5])
+        _metric_series(name.removeprefix("reward/"), name, rows, colour=(0, 3, 2, 4, 5)[i % 5])
         for i, name in enumerate(term for term in terms if term != "reward/mean")
     ]
+    supervised = [row for row in rows if "groups/trained" not in row and "reward/mean" not in row]
     wanted = [
-        ("Reward", [metric_series("mean reward", "reward/mean", rows)]),
+        ("Reward", [_metric_series("mean reward", "reward/mean", rows)]),
         ("Accuracy", accuracy),
         ("Reward by term", by_term if len(by_term) > 1 else []),
-        ("Loss of the warm start", [_warm_loss(rows)]),
+        ("Loss of the warm start", [_metric_series("loss", "policy/loss", supervised, 4)]),
     ]
-    return chart_grid(wanted, axis)
+    return _chart_grid(wanted, axis)
 
 
-def chart_grid(wanted: Sequence[tuple[str, Sequence[Series]]], axis: Axis) -> str:
-    """Charts side by side, those without a point left out; the last of an odd number takes the page's whole width."""
+def _chart_grid(wanted: Sequence[tuple[str, Sequence[Series]]], axis: Axis) -> str:
     charts = [(title, series) for title, series in wanted if any(one.points for one in series)]
     wide = len(charts) if len(charts) % 2 else 0
     drawn = [line_chart(title, series, axis=axis, wide=i == wide) for i, (title, series) in enumerate(charts, start=1)]
     return f'<div class="charts">{"".join(drawn)}</div>' if drawn else ""
 
 
-def detail_charts(rows: Rows, axis: Axis) -> str:
-    """What to look at when something is odd, small."""
+def _detail_charts(rows: Rows, axis: Axis) -> str:
     charts = [
-        line_chart(title, [metric_series(title, metric, rows, colour=0)], axis=axis, width=420, height=190)
+        line_chart(title, [_metric_series(title, metric, rows, colour=0)], axis=axis, width=420, height=190)
         for metric, title in DETAILS.items()
         if sum(metric in row for row in rows) > 1
     ]
@@ -240,9 +194,8 @@ def detail_charts(rows: Rows, axis: Axis) -> str:
 
 
 def _held_out(summaries: Rows) -> list[Series]:
-    """Held-out accuracy over steps: of the main evaluation, and of others that were made more than twice."""
     curves = []
-    for i, found in enumerate(by_name(summaries)):
+    for i, found in enumerate(_by_name(summaries)):
         judged = [summary for summary in found if summary.get("accuracy") is not None]
         if judged and (i == 0 or len(judged) > 2):
             points = tuple((float(summary["step"]), float(summary["accuracy"])) for summary in judged)
@@ -252,104 +205,52 @@ def _held_out(summaries: Rows) -> list[Series]:
     return curves
 
 
-def metric_series(name: str, metric: str, rows: Rows, colour: int = 0) -> Series:
-    """A metric over the steps that have it."""
+def _metric_series(name: str, metric: str, rows: Rows, colour: int = 0) -> Series:
     return Series(name, tuple((float(row["step"]), float(row[metric])) for row in rows if metric in row), colour)
 
 
-def _warm_loss(rows: Rows) -> Series:
-    """The loss of steps that have no reward: those of the supervised stage."""
-    return metric_series(
-        "loss", "policy/loss", [row for row in rows if "groups/trained" not in row and "reward/mean" not in row], 4
-    )
-
-
-WAITS = {
-    "wait/learner_for_episodes_s": "learner for episodes",
-    "wait/learner_for_scores_s": "learner for scores",
-    "wait/engine_for_learner_s": "engines for the learner",
-}
-LOSSES = {
-    "engine/replaced": "engines replaced",
-    "engine/restarts": "vLLM started again",
-    "engine/sampled_again": "responses sampled again",
-    "worker/environment_replaced": "environment workers replaced",
-    "worker/rolled_again": "episodes rolled again",
-    "worker/reward_replaced": "reward workers replaced",
-    "worker/asked_again": "scores asked again",
-    "worker/given_up": "scores given up",
-}
-"""Counts since the run began, or was resumed."""
-AGE = "staleness/share_"
-STEPS_NAMED = 12
-
-
 def processes_section(recipe: Mapping[str, Any], rows: Rows, axis: Axis) -> str:
-    """Nothing for a run of one process with the synchronous schedule: there one part of a step follows the other."""
+    """Processes, waits, staleness and replacements; empty for one process with the synchronous schedule."""
     schedule = section_name(recipe.get("schedule"), "synchronous")
     parts = placed_processes(recipe)
     if not parts and schedule == "synchronous":
         return ""
     placed = placed_by(recipe) if parts else ""
-    words = f"The driver{', ' if parts else ' alone'}{', '.join(parts)}{placed}. Schedule: {schedule.replace('_', ' ')}."
-    waits = [metric_series(name, metric, rows, colour) for colour, (metric, name) in enumerate(WAITS.items())]
-    ages = [metric_series(name, f"staleness/{name}", rows, colour) for colour, name in enumerate(("mean", "max"))]
-    shares = [metric_series("effective share", "mismatch/effective_share", rows)]
+    words = f"The driver{', ' if parts else ' alone'}{', '.join(parts)}{placed}. Schedule: {schedule.replace('_', ' ')}. "
+    whole = sum(row.get("time/step_s", 0.0) for row in rows if any(metric in row for metric in WAITS))
+    if whole:
+        waited = [f"{name} {share(sum(row.get(metric, 0.0) for row in rows) / whole)}" for metric, name in WAITS.items()]
+        words += f"Of the time of all steps waited: {', '.join(waited)}."
+    waits = [_metric_series(name, metric, rows, colour) for colour, (metric, name) in enumerate(WAITS.items())]
+    ages = [_metric_series(name, f"staleness/{name}", rows, colour) for colour, name in enumerate(("mean", "max"))]
+    shares = [_metric_series("effective share", "mismatch/effective_share", rows)]
     wanted = {"Seconds of a step in which one waited": waits, "Age of what was trained on, in updates": ages}
     wanted |= {"Share of the tokens that counts, in effect": shares} if any(one.points for one in ages) else {}
-    drawn = chart_grid(list(wanted.items()), axis)
-    return f'<p class="note">{escape(words)} {escape(_waited(rows))}</p>{drawn}{_table([*_ages(rows), *_losses(rows)])}'
-
-
-def _waited(rows: Rows) -> str:
-    """Who waited how much of the time, in all."""
-    whole = sum(row.get("time/step_s", 0.0) for row in rows if any(metric in row for metric in WAITS))
-    if not whole:
-        return ""
-    told = [f"{name} {share(sum(row.get(metric, 0.0) for row in rows) / whole)}" for metric, name in WAITS.items()]
-    return f"Of the time of all steps waited: {', '.join(told)}."
-
-
-def _ages(rows: Rows) -> Iterator[tuple[str, str]]:
-    """The mean share of the tokens of each age, over the steps that tell it."""
+    drawn = _chart_grid(list(wanted.items()), axis)
     names = sorted({name for row in rows for name in row if name.startswith(AGE)}, key=lambda name: int(name[len(AGE) :]))
-    told = sum(any(name in row for name in names) for row in rows)
+    count = sum(any(name in row for name in names) for row in rows)
+    lines = []
     for name in names:
         age = int(name[len(AGE) :])
-        yield f"tokens {age} update{'' if age == 1 else 's'} old", share(sum(row.get(name, 0.0) for row in rows) / told)
+        mean = share(sum(row.get(name, 0.0) for row in rows) / count)
+        lines.append((f"tokens {age} update{'' if age == 1 else 's'} old", mean))
+    replaced = [(name, grown) for metric, name in REPLACEMENTS.items() if (grown := _growth(rows, metric))]
+    for name, grown in replaced:
+        named = ", ".join(str(step) for step, _ in grown[:STEPS_NAMED]) + (", …" if len(grown) > STEPS_NAMED else "")
+        lines.append((name, f"{sum(more for _, more in grown):,.0f}, at step{'s' if len(grown) > 1 else ''} {named}"))
+    if not replaced and any(metric in row for row in rows for metric in REPLACEMENTS):
+        lines.append(("replaced or done again", "nothing"))
+    cells = "".join(
+        f'<tr class="part"><th scope="row">{escape(name)}</th><td>{escape(what)}</td></tr>' for name, what in lines
+    )
+    table = f'<div class="scroll"><table><tbody>{cells}</tbody></table></div>' if cells else ""
+    return f'<p class="note">{escape(words)}</p>{drawn}{table}'
 
 
-def _losses(rows: Rows) -> Iterator[tuple[str, str]]:
-    """What was replaced and done again, and at which steps."""
-    told = [(name, _growth(rows, metric)) for metric, name in LOSSES.items()]
-    for name, grown in told:
-        if grown:
-            named = ", ".join(str(step) for step, _ in grown[:STEPS_NAMED]) + (", …" if len(grown) > STEPS_NAMED else "")
-            yield name, f"{sum(more for _, more in grown):,.0f}, at step{'s' if len(grown) > 1 else ''} {named}"
-    if not any(grown for _, grown in told) and any(metric in row for row in rows for metric in LOSSES):
-        yield "replaced or done again", "nothing"
-
-
-def _growth(rows: Rows, metric: str) -> list[tuple[int, float]]:
-    """The steps at which a count grew, and by how much; the counts of a resumed run begin anew."""
+def _growth(rows: Rows, metric: str) -> list[tuple[int, float]]:  # counts of a resumed run start again at 0
     counts = [(0, 0.0), *((int(row["step"]), float(row[metric])) for row in rows if metric in row)]
     grown = [(step, now - (before if now >= before else 0.0)) for (_, before), (step, now) in pairwise(counts)]
     return [(step, more) for step, more in grown if more > 0]
-
-
-def _table(lines: Sequence[tuple[str, str]]) -> str:
-    rows = "".join(
-        f'<tr class="part"><th scope="row">{escape(name)}</th><td>{escape(what)}</td></tr>' for name, what in lines
-    )
-    return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>' if rows else ""
-
-
-# Nothing is loaded from elsewhere but clips too large for it, from ``media/`` beside it. No script is needed to read
-# it, and its size is bounded.
-
-
-ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
-MEDIA_BYTES = 4 * 1024 * 1024
 
 
 def write_report(run: RunDirectory | Path) -> Path:
@@ -377,52 +278,55 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
         recipe_text = write_yaml(public)
     rows = read_metrics(directory.metrics)
     summaries = directory.summaries()
-    decoder = _decoder(directory, recipe)
+    given = recipe.get("media") or {}
+    section = MediaSection.model_validate({key: given[key] for key in MediaSection.model_fields if key in given})
+    cache = section.cache.expanduser() if section.cache is not None else directory.decoded  # clips that the run decoded
+    decoder = open_decoder(
+        MediaStore(directory.media if directory.media.is_dir() else None),
+        cache,
+        cache_gib=section.cache_gib if cache.is_dir() else 0.0,
+        memory_gib=0.0,
+        threads=section.threads,
+    )
     album = Album(decoder.store, media_bytes, decoder)
     name = str(recipe.get("name", directory.path.name))
-    warm = warm_steps(recipe)
-    axis = step_axis(rows, summaries, warm)
+    warm = int((recipe.get("warm_start") or {}).get("steps", 0))
+    steps = [float(one["step"]) for one in (*rows, *summaries)] or [0.0]
+    axis = Axis(min(steps), max(steps), warm if 0 < warm < max(steps) else None)
     sections = [
-        _section("Learning", "curves", learning_charts(rows, summaries, axis)),
+        _section("Learning", "curves", _learning_charts(rows, summaries, axis)),
         _section("Stage by stage" if warm else "Before and after", "table", stage_table(summaries, warm)),
         _section("The same questions, before and after", "compared", _compared(directory, album, comparisons, warm)),
         _section("Groups from training", "groups", _groups(directory, album, groups, _estimator(recipe))),
         _section("Processes", "table processes", processes_section(recipe, rows, axis)),
-        _section("In detail", "details", detail_charts(rows, axis)),
+        _section("In detail", "details", _detail_charts(rows, axis)),
         _section("Recipe", "recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
     ]
     decoder.close()
-    health = health_panel(read_health(directory.health), len(rows), warm + int(recipe.get("steps", 0)))
-    head = _head(name, recipe, health, _tiles(rows, summaries, warm))
-    return _page(name, head, "".join(sections), album)
-
-
-def _decoder(directory: RunDirectory, recipe: Mapping[str, Any]) -> Decoder:
-    """Of the run's media; what the run decoded is found again where it kept it."""
-    store = MediaStore(directory.media if directory.media.is_dir() else None)
-    said = recipe.get("media") or {}
-    section = MediaSection.model_validate({key: said[key] for key in MediaSection.model_fields if key in said})
-    folder = section.cache.expanduser() if section.cache is not None else directory.decoded
-    kept = section.cache_gib if folder.is_dir() else 0.0
-    return open_decoder(store, folder, cache_gib=kept, memory_gib=0.0, threads=section.threads)
-
-
-def _page(name: str, head: str, body: str, album: Album) -> str:
+    health = _health_panel(read_health(directory.health), len(rows), warm + int(recipe.get("steps", 0)))
+    facts = []
+    if recipe:
+        batch = recipe.get("batch", {})
+        attempts = f"{batch.get('prompts_per_step', '?')} prompts × {batch.get('group_size', '?')} attempts a step"
+        facts = [str(recipe["model"]["path"]), _estimator(recipe).upper(), attempts, f"seed {recipe.get('seed', 0)}"]
+    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    tiles = _tiles(rows, summaries, warm)
     style, script = ((ASSETS / file).read_text() for file in ("report.css", "report.js"))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{_policy(script)}'
         f"<title>{escape(name)} · Sensorium</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style}</style></head>\n<body>{album.definitions()}{head}<main>{body}</main>"
+        f"<style>{style}</style></head>\n<body>{album.definitions()}"
+        f'<header class="top"><h1>{escape(name)}</h1><p class="facts">{line}</p>{health}{tiles}</header>'
+        f"<main>{''.join(sections)}</main>"
         f"<footer>Sensorium {__version__}</footer>\n<script>{script}</script></body></html>\n"
     )
 
 
 def _policy(script: str) -> str:
-    """The page's content security policy: its own script and no other, media of its own and of the folder beside it.
+    """Content security policy: only the page's own script, and media of the page and the folder beside it.
 
-    A page that is opened as a file has no origin of its own in some browsers, so files are named beside 'self'. Styles are
-    inline, in attributes too; they cannot load anything.
+    Opened as a file, a page has no origin in some browsers, so ``file:`` is listed too. Inline styles can load nothing.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     media = "'self' file: data:"
@@ -434,37 +338,27 @@ def _policy(script: str) -> str:
 
 
 def _section(title: str, kind: str, body: str) -> str:
-    """A section; one without content is left out."""
     return f'<section class="{kind}"><h2>{escape(title)}</h2>{body}</section>\n' if body else ""
-
-
-def _head(name: str, recipe: Mapping[str, Any], health: str, tiles: str) -> str:
-    facts = []
-    if recipe:
-        batch = recipe.get("batch", {})
-        facts.append(str(recipe["model"]["path"]))
-        facts.append(_estimator(recipe).upper())
-        facts.append(f"{batch.get('prompts_per_step', '?')} prompts × {batch.get('group_size', '?')} attempts a step")
-        facts.append(f"seed {recipe.get('seed', 0)}")
-    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
-    return f'<header class="top"><h1>{escape(name)}</h1><p class="facts">{line}</p>{health}{tiles}</header>'
 
 
 def _tiles(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]], warm: int) -> str:
     tiles = []
-    for found in widest_first(summaries)[:1]:
-        stages = stages_of(found, warm)
-        last = stages[-1].summary if stages else {}
+    for found in _widest_first(summaries)[:1]:
+        stages = _stages_of(found, warm)
+        stage, last = stages[-1] if stages else ("", {})
         if last.get("accuracy") is not None:
-            was = [share(stage.summary["accuracy"]) for stage in stages[-2:-1] if stage.summary.get("accuracy") is not None]
-            since = "since RL began; " if was and warm and stages[-1].name == "after RL" else ""
+            was = "".join(f"from {share(s['accuracy'])}" for _, s in stages[-2:-1] if s.get("accuracy") is not None)
+            since = "since RL began; " if was and warm and stage == "after RL" else ""
             interval = f"{since}95 % interval {interval_text(last)}" if last.get("interval") else since
-            tiles.append(
-                _tile("held-out accuracy", share(last["accuracy"]), "".join(f"from {one}" for one in was), interval)
-            )
+            tiles.append(_tile("held-out accuracy", share(last["accuracy"]), was, interval))
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    if rewards:
-        tiles.append(_reward_tile(rewards))
+    if len(rewards) == 1:
+        tiles.append(_tile("mean reward", f"{rewards[0]:.3f}", "", "one step"))
+    elif rewards:
+        count = min(5, len(rewards) // 2)
+        early, late = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
+        below = f"first and last {count} steps" if count > 1 else "first and last step"
+        tiles.append(_tile("mean reward", f"{late:.3f}", f"from {early:.3f}", below))
     if rows:
         seconds = sum(row.get("time/step_s", 0.0) for row in rows)
         episodes = sum(row.get("throughput/episodes_per_s", 0.0) * row.get("time/step_s", 0.0) for row in rows)
@@ -488,11 +382,6 @@ def _compared(directory: RunDirectory, album: Album, limit: int, warm: int) -> s
         return ""
     walks = any(len(pair.after.turns) > 1 for pair in found.shown)
     cards = "".join(comparison_card(pair, album) for pair in found.shown[:: 2 if walks else 1])
-    return f'{_tally(found, warm)}<div class="cards">{cards}</div>'
-
-
-def _tally(found: Comparisons, warm: int) -> str:
-    """All compared questions as one bar, so that the examples can be weighed."""
     total = sum(found.counts.values()) or 1
     kinds = [(kind, count) for kind in get_args(Kind) if (count := found.counts.get(kind, 0))]
     bar = "".join(f'<i class="{kind.split()[0]}" style="flex-grow:{count}"></i>' for kind, count in kinds)
@@ -502,7 +391,7 @@ def _tally(found: Comparisons, warm: int) -> str:
     if found.samples > 1:
         words += f" Of the {found.samples} samples of a question the first is compared: the counts are not the accuracy."
     tally = f'<div class="tally"><div class="tally-bar">{bar}</div><div class="tally-keys">{keys}</div></div>'
-    return f'<p class="note">{words}</p>{tally}'
+    return f'<p class="note">{words}</p>{tally}<div class="cards">{cards}</div>'
 
 
 def _estimator(recipe: Mapping[str, Any]) -> str:
@@ -513,20 +402,10 @@ def _groups(directory: RunDirectory, album: Album, each: int, estimator: str) ->
     found = training_groups(directory, each)
     if not found:
         return ""
-    note = "Attempts at one question are compared with each other: what is paid above the group’s mean becomes more likely."
+    note = "Attempts at one question are compared with each other: those above the group’s mean reward become more likely."
     if estimator_traits(estimator).critic:
         note = "Each attempt is compared with what the critic expected of it: what turns out better becomes more likely."
     if any(credit.advantages for logged in found for credit in logged.credits.values()):
         note += " The advantage says how much: above 0 (green) tokens were made likelier, below 0 (red) less likely."
     cards = "".join(group_card(logged, album) for logged in found)
     return f'<p class="note">{note}</p><div class="cards">{cards}</div>'
-
-
-def _reward_tile(rewards: Sequence[float]) -> str:
-    """The mean of the last steps, and of as many first ones, at most five; no step is in both."""
-    if len(rewards) < 2:
-        return _tile("mean reward", f"{rewards[0]:.3f}", "", "one step")
-    count = min(5, len(rewards) // 2)
-    first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
-    below = f"first and last {count} steps" if count > 1 else "first and last step"
-    return _tile("mean reward", f"{last:.3f}", f"from {first:.3f}", below)

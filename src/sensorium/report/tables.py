@@ -1,4 +1,7 @@
-"""Tables for the terminal: the plan of a run, and before against after."""
+"""Tables for the terminal and in Markdown: the plan of a run, evaluations, before against after.
+
+Categories are columns, as in published tables; if there are too many, or the terminal is too narrow, they are rows.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +25,17 @@ def plan_table(plan: Plan) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()
+    parameters = "not counted: the model's files are not on this disk"
+    if plan.model is not None:
+        parts = ", ".join(f"{group} {count_text(count)}" for group, count in plan.model.parameters.items() if count)
+        counted = "" if plan.model.exact else " by its config"
+        parameters = f"{count_text(plan.model.total)}{counted} ({parts}); {count_text(plan.trainable)} are trained"
     updates = "one update" if plan.updates_per_step == 1 else f"{plan.updates_per_step} updates"
     step = f"{plan.episodes_per_step:,} episodes, {updates} of {plan.groups_per_update} groups"
     rows.add_row("a step", f"{step}; at most {plan.sampled_tokens_per_step:,} tokens written")
-    if plan.selection:
-        rows.add_row("selection", plan.selection)
-    if plan.schedule:
-        rows.add_row("schedule", plan.schedule)
-    if plan.processes:
-        rows.add_row("processes", plan.processes)
+    for label, words in (("selection", plan.selection), ("schedule", plan.schedule), ("processes", plan.processes)):
+        if words:
+            rows.add_row(label, words)
     warm = f", of them {plan.warm_start_updates:,} supervised" if plan.warm_start_updates else ""
     run = f"{plan.steps:,} steps, {plan.total_updates:,} updates{warm}; {plan.total_episodes:,} episodes"
     if plan.epochs:
@@ -40,7 +45,7 @@ def plan_table(plan: Plan) -> RenderableType:
         rows.add_row("evaluations", str(plan.evaluations) if plan.evaluations else "none")
     if plan.sight_check:
         rows.add_row("sight check", plan.sight_check)
-    rows.add_row("parameters", _parameters(plan))
+    rows.add_row("parameters", parameters)
     if plan.precision:
         rows.add_row("precision", plan.precision)
     rows.add_row("repeats exactly", Text(plan.determinism, style="" if plan.deterministic else "yellow"))
@@ -72,7 +77,7 @@ def plan_table(plan: Plan) -> RenderableType:
 
 
 def disk_note(recipe: Recipe, plan: Plan) -> str:
-    """What is said where a run may take more than there is; empty where it may not."""
+    """A warning if a run may take more disk than is free; else empty."""
     needed, free = sum(plan.disk.values()), plan.free_disk
     if free is None or needed <= free:
         return ""
@@ -83,17 +88,9 @@ def disk_note(recipe: Recipe, plan: Plan) -> str:
     )
 
 
-def _parameters(plan: Plan) -> str:
-    if plan.model is None:
-        return "not counted: the model's files are not on this disk"
-    parts = ", ".join(f"{group} {count_text(count)}" for group, count in plan.model.parameters.items() if count)
-    counted = "" if plan.model.exact else " by its config"
-    return f"{count_text(plan.model.total)}{counted} ({parts}); {count_text(plan.trainable)} are trained"
-
-
 def comparison_table(before: Sequence[Summary], after: Sequence[Summary], title: str = "before and after") -> Table:
     """Evaluations before and after training side by side, matched by name; categories below the first of them."""
-    table = house_table(title, "before", "", "after", "", "change", "n")
+    table = _house_table(title, "before", "", "after", "", "change", "n")
     earlier = {summary["name"]: summary for summary in before}
     for i, summary in enumerate(after):
         was: Mapping[str, Any] = earlier.get(summary["name"], {})
@@ -107,21 +104,27 @@ def comparison_table(before: Sequence[Summary], after: Sequence[Summary], title:
 
 
 def _compared(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Text]:
-    """The cells of one comparison: before, after, the change, and how many."""
     cells = []
     for part in (was, now):
         interval = interval_text(part)
         cells += [Text(share(part.get("accuracy"))), Text(f"[{interval}]" if interval else "", style="dim")]
-    return [*cells, change_text(was, now), Text(str(_count(now)), style="dim")]
+    count = int(now.get("tasks", now.get("episodes", 0)))
+    old, new = was.get("accuracy"), now.get("accuracy")
+    change = Text("–", style="dim")
+    if old is not None and new is not None:
+        a, b = was.get("interval"), now.get("interval")
+        apart = a[1] < b[0] or b[1] < a[0] if a and b else abs(new - old) >= 0.05  # else it may be chance
+        change = Text(f"{100 * (new - old):+.1f}", style="dim" if not apart else "green" if new > old else "red")
+    return [*cells, change, Text(str(count), style="dim")]
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage; – where nothing was judged."""
+    """A share as a percentage; – if nothing was judged."""
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def share_or_reward(summary: Summary) -> str:
-    """What an evaluation measured: ``81.2 %`` right, or ``reward 0.388`` where no term says right or wrong."""
+    """What an evaluation measured: ``81.2 %`` right, or ``reward 0.388`` if no term says right or wrong."""
     accuracy, reward = summary.get("accuracy"), summary.get("reward")
     return f"reward {reward:.3f}" if accuracy is None and reward is not None else share(accuracy)
 
@@ -130,23 +133,6 @@ def interval_text(summary: Mapping[str, Any]) -> str:
     """The interval of a summary's accuracy: ``78.2–84.9``."""
     interval = summary.get("interval")
     return "" if not interval else f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}"
-
-
-def change_text(was: Mapping[str, Any], now: Mapping[str, Any]) -> Text:
-    """The change of accuracy in points: green up, red down, dim where it may be chance."""
-    old, new = was.get("accuracy"), now.get("accuracy")
-    if old is None or new is None:
-        return Text("–", style="dim")
-    style = "green" if new > old else "red"
-    return Text(f"{100 * (new - old):+.1f}", style=style if _apart(was, now) else "dim")
-
-
-def _apart(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """True if two accuracies differ for sure: their intervals do not meet, or, without intervals, by five points."""
-    a, b = was.get("interval"), now.get("interval")
-    if a and b:
-        return bool(a[1] < b[0] or b[1] < a[0])
-    return bool(abs(now["accuracy"] - was["accuracy"]) >= 0.05)
 
 
 def count_text(count: float) -> str:
@@ -162,12 +148,7 @@ def bytes_text(amount: int) -> str:
     return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount / MIB:.1f} MiB"
 
 
-def _count(part: Mapping[str, Any]) -> int:
-    return int(part.get("tasks", part.get("episodes", 0)))
-
-
-def house_table(title: str, *columns: str) -> Table:
-    """Tables of the command line: a bold title, hairlines only, numbers to the right."""
+def _house_table(title: str, *columns: str) -> Table:
     table = Table(
         box=SIMPLE_HEAD, title=Text(title, style="bold"), title_justify="left", header_style="dim", pad_edge=False
     )
@@ -177,10 +158,6 @@ def house_table(title: str, *columns: str) -> Table:
     return table
 
 
-# Categories are the columns, as in published tables, unless there are too many of them or the terminal is too narrow;
-# then the grid is turned, and they are the rows.
-
-
 MOST_COLUMNS = 10
 INTERVAL = "95 % interval"
 Part = Mapping[str, Any]
@@ -188,7 +165,7 @@ Part = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of cells under columns; the first column is all tasks, the others are categories. Notes stand below."""
+    """Rows of cells under columns, with notes below; the first column is all tasks, the others are categories."""
 
     title: str
     columns: tuple[str, ...]
@@ -207,7 +184,7 @@ class Grid:
 
 
 def summary_grid(summary: Summary) -> Grid:
-    """One evaluation: accuracy with its interval, then what was paid, and below what the samples were like."""
+    """One evaluation: accuracy with its interval, rewards, and notes on the samples."""
     columns, parts = _parts({**summary, "tasks": summary.get("judged", summary["tasks"])}, summary)
     k = summary.get("samples", 1)
     rows = [
@@ -233,11 +210,11 @@ def comparison_grid(comparison: Summary) -> Grid:
         (INTERVAL, [interval_text(part["a"]) or "–" for part in parts]),
         ("B accuracy", [share(part["b"]["accuracy"]) for part in parts]),
         (INTERVAL, [interval_text(part["b"]) or "–" for part in parts]),
-        ("B − A, points", [_points(part["difference"]) for part in parts]),
-        (INTERVAL, [_between(part["interval"]) for part in parts]),
+        ("B − A, points", [f"{100 * part['difference']:+.1f}" for part in parts]),
+        (INTERVAL, [" to ".join(f"{100 * edge:+.1f}" for edge in part["interval"]) for part in parts]),
         ("only A right", [f"{part['only_a']:,}" for part in parts]),
         ("only B right", [f"{part['only_b']:,}" for part in parts]),
-        ("p (McNemar)", [_chance(part["p"]) for part in parts]),
+        ("p (McNemar)", ["< 0.001" if part["p"] < 0.001 else f"{part['p']:.3f}" for part in parts]),
         ("n", [f"{part['tasks']:,}" for part in parts]),
     ]
     names = tuple(f"{side.upper()}: {comparison[side]['folder']} ({comparison[side]['model']})" for side in ("a", "b"))
@@ -255,7 +232,7 @@ def markdown(grid: Grid) -> str:
 
 
 def print_grid(grid: Grid, console: Console) -> None:
-    """Print a grid and its notes; turned where that is what fits the terminal. A log is as wide as it needs to be."""
+    """Print a grid and its notes, turned if the terminal is too narrow; a log is as wide as needed."""
     table = _table(grid.turned() if grid.wide else grid)
     width = console.width
     needed = Measurement.get(console, console.options.update(width=10_000), table).maximum
@@ -270,7 +247,7 @@ def print_grid(grid: Grid, console: Console) -> None:
 
 
 def _table(grid: Grid) -> Table:
-    table = house_table(grid.title, *grid.columns)
+    table = _house_table(grid.title, *grid.columns)
     for i, (name, cells) in enumerate(grid.rows):
         style = "bold" if i == 0 else "dim" if name == INTERVAL else ""
         table.add_row(Text(name), *(Text(cell) for cell in cells), style=style)
@@ -278,7 +255,6 @@ def _table(grid: Grid) -> Table:
 
 
 def _parts(whole: Part, summary: Summary) -> tuple[list[str], list[Part]]:
-    """The names and parts of all tasks and of each category; a single nameless category is no category."""
     categories: Mapping[str, Part] = summary.get("categories", {})
     if list(categories) == ["all"]:
         categories = {}
@@ -311,15 +287,3 @@ def _escaped(cell: str) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
-
-
-def _points(value: float) -> str:
-    return f"{100 * value:+.1f}"
-
-
-def _between(interval: Sequence[float]) -> str:
-    return f"{100 * interval[0]:+.1f} to {100 * interval[1]:+.1f}"
-
-
-def _chance(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"

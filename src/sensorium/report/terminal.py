@@ -1,9 +1,8 @@
-r"""What reaches the terminal: control characters in data are printed as escapes, so that no data can command it.
+r"""Output to the terminal with control characters in data escaped, so that no data can command it.
 
-A path with ESC ]52;c;aGk= BEL in it would set the clipboard of many terminals; printed is ``\x1b]52;c;aGk=\x07``.
-
-Everything printed through rich uses a ``Terminal``. What is written to the standard streams otherwise (print, warnings,
-tracebacks, other packages) goes through ``guard_streams``, which leaves colours and progress bars alone.
+A path with ESC ]52;c;aGk= BEL would set the clipboard of many terminals; ``\x1b]52;c;aGk=\x07`` is printed. rich prints
+through a ``Terminal``; ``guard_streams`` covers everything else (print, warnings, tracebacks, other packages), and leaves
+colours and progress bars alone.
 """
 
 import re
@@ -14,11 +13,11 @@ from typing import Any, TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+# Control characters of terminals, and those that turn the direction of text, without tabs and line ends.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Control characters of terminals, and those that turn the direction of text; tabs and line ends are none."""
 
+# Written by progress bars: colours, a line up, the rest of the screen or line cleared, and the line's start.
 HARMLESS = r"\x1b\[[0-9;]*[mAJK]|\r"
-"""What progress bars write: colours, a line up, the rest of the screen or line cleared, and the line's start."""
 STREAM = re.compile(f"({HARMLESS})|{CONTROL.pattern}")
 
 
@@ -32,7 +31,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class Terminal(Console):
-    """rich's console. Texts are made visible where they are rendered; rich's own codes come after that."""
+    """rich's console, with control characters of texts escaped."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """What rich renders, with visible control characters."""
@@ -42,14 +41,19 @@ class Terminal(Console):
             yield segment
 
 
+def say(text: str, console: Console) -> None:
+    """Print a text verbatim, whatever brackets it holds and however narrow the terminal is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 class GuardedStream:
-    """A standard stream that escapes what commands a terminal. rich writes past it to ``rich_proxied_file``."""
+    """A standard stream that escapes control characters. rich writes directly to ``rich_proxied_file``."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        """Write the text, made visible; returns its length as it was given."""
+        """Write the escaped text; returns the length of the original."""
         self.rich_proxied_file.write(STREAM.sub(lambda found: found[1] or _escape(found), text))
         return len(text)
 
@@ -71,5 +75,5 @@ def guard_streams() -> None:
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """The stream itself, for what is meant to command the terminal, such as pictures."""
+    """The stream itself, for output that controls the terminal, such as pictures."""
     return getattr(stream, "rich_proxied_file", stream)

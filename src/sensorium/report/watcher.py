@@ -1,7 +1,4 @@
-"""Watchers: what looks on while a run goes. The trainer tells; a watcher shows, and never changes the run.
-
-Console, tensorboard and wandb are watchers. A watcher overrides only what it cares about.
-"""
+"""Watchers (console, tensorboard, wandb): the trainer calls them during a run, and they never change it."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,18 +10,15 @@ from sensorium.runs.metrics import Notice
 from sensorium.vocabulary.episode import Group
 
 Metrics = Mapping[str, float]
+# An evaluation's summary: name, tasks, episodes, accuracy, interval [low, high], reward, terms {name: mean}, categories
+# {name: {accuracy, interval, tasks, reward, terms}}, length_mean, failed, missing, and of k > 1 samples mean@k, best@k and
+# majority@k {value, interval}. ``accuracy`` and ``reward`` are None if nothing was judged.
 Summary = Mapping[str, Any]
-"""An evaluation's summary: name, tasks, episodes, accuracy, interval [low, high], reward, terms {name: mean}, categories
-{name: {accuracy, interval, tasks, reward, terms}}, length_mean, failed, missing, and of k > 1 samples mean@k, best@k and
-majority@k {value, interval}. ``accuracy`` and ``reward`` are None where none was judged."""
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is known when a run starts. ``first`` is the number of steps already behind it (a resumed run's are not 0).
-
-    The first ``warm_start`` steps are supervised.
-    """
+    """The start of a run: ``first`` steps are done already (of a resumed run); the first ``warm_start`` are supervised."""
 
     name: str
     steps: int
@@ -36,15 +30,15 @@ class RunStart:
 
 
 class Watcher:
-    """Looks on. Every method may be left out. ``shown``: a person sees what it is told, at once."""
+    """Base of watchers: methods may be left out. ``shown``: a person sees its notes at once."""
 
     shown = False
 
     def started(self, run: RunStart) -> None:
-        """The run begins, or goes on."""
+        """The run starts or continues."""
 
     def phase(self, step: int, name: str, total: int = 0) -> None:
-        """A step enters a phase (rollout, score, update, evaluate, …) of ``total`` items where that is known."""
+        """A step enters a phase (rollout, score, update, evaluate, …) of ``total`` items, 0 if unknown."""
 
     def progress(self, done: int) -> None:
         """So many items of the phase are done."""
@@ -56,10 +50,10 @@ class Watcher:
         """An evaluation is over."""
 
     def generated(self, step: int, groups: Sequence[Group], store: MediaStore) -> None:
-        """These are the episodes of an evaluation; the store has their media."""
+        """The episodes of an evaluation; the store has their media."""
 
     def began(self, group: Group) -> None:
-        """RL has begun: this is the first group that was played and scored."""
+        """The first group of RL was played and scored."""
 
     def diagnosed(self, notice: Notice) -> None:
         """Something is wrong with the run, still, or no longer."""
@@ -68,13 +62,21 @@ class Watcher:
         """Something worth a line happened."""
 
     def attention(self, text: str) -> None:
-        """Note what nobody may miss: it goes to stderr where no person sees notes."""
+        """Note something important: also on stderr if no person sees notes."""
         if not self.shown:
             print(text, file=sys.stderr)
         self.noted(text)
 
     def finished(self) -> None:
-        """The run is over, well or not: give everything back."""
+        """The run is over, well or not: release resources."""
+
+
+def _to_each(method: str) -> Any:
+    def call(self: "Watchers", *values: Any, **named: Any) -> None:
+        for watcher in self.watchers:
+            getattr(watcher, method)(*values, **named)
+
+    return call
 
 
 class Watchers(Watcher):
@@ -84,42 +86,13 @@ class Watchers(Watcher):
         self.watchers = tuple(watchers)
         self.shown = any(watcher.shown for watcher in self.watchers)
 
-    def started(self, run: RunStart) -> None:
-        for watcher in self.watchers:
-            watcher.started(run)
-
-    def phase(self, step: int, name: str, total: int = 0) -> None:
-        for watcher in self.watchers:
-            watcher.phase(step, name, total)
-
-    def progress(self, done: int) -> None:
-        for watcher in self.watchers:
-            watcher.progress(done)
-
-    def stepped(self, step: int, metrics: Metrics) -> None:
-        for watcher in self.watchers:
-            watcher.stepped(step, metrics)
-
-    def evaluated(self, step: int, summary: Summary) -> None:
-        for watcher in self.watchers:
-            watcher.evaluated(step, summary)
-
-    def generated(self, step: int, groups: Sequence[Group], store: MediaStore) -> None:
-        for watcher in self.watchers:
-            watcher.generated(step, groups, store)
-
-    def began(self, group: Group) -> None:
-        for watcher in self.watchers:
-            watcher.began(group)
-
-    def diagnosed(self, notice: Notice) -> None:
-        for watcher in self.watchers:
-            watcher.diagnosed(notice)
-
-    def noted(self, text: str) -> None:
-        for watcher in self.watchers:
-            watcher.noted(text)
-
-    def finished(self) -> None:
-        for watcher in self.watchers:
-            watcher.finished()
+    started = _to_each("started")
+    phase = _to_each("phase")
+    progress = _to_each("progress")
+    stepped = _to_each("stepped")
+    evaluated = _to_each("evaluated")
+    generated = _to_each("generated")
+    began = _to_each("began")
+    diagnosed = _to_each("diagnosed")
+    noted = _to_each("noted")
+    finished = _to_each("finished")

@@ -11,11 +11,11 @@ from math import isfinite
 from typing import Any
 
 from sensorium.recipe.schema import Recipe
-from sensorium.report.page import LOSSES
 from sensorium.rewards.reward_term import ComparingTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.runs.metrics import SightResult
 from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.metric_names import REPLACEMENTS
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -62,7 +62,7 @@ class History:
         if self.held_out is None:
             self.held_out = row.get("eval/accuracy")
         self.losses = self.losses_with(row)
-        self._counted |= {name: row[name] for name in LOSSES if name in row}
+        self._counted |= {name: row[name] for name in REPLACEMENTS if name in row}
         if rl:
             self._add_rl(row)
 
@@ -72,7 +72,7 @@ class History:
 
     def losses_with(self, row: Row) -> dict[str, float]:
         """The losses with those of the row that follows. A count that is lower than before has begun anew."""
-        counts = {name: (row[name], self._counted.get(name, 0.0)) for name in LOSSES if name in row}
+        counts = {name: (row[name], self._counted.get(name, 0.0)) for name in REPLACEMENTS if name in row}
         grown = {name: now - (before if now >= before else 0.0) for name, (now, before) in counts.items()}
         return self.losses | {name: self.losses.get(name, 0.0) + more for name, more in grown.items() if more > 0}
 

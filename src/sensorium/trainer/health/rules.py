@@ -9,12 +9,12 @@ from statistics import NormalDist
 from sensorium.data.planner import parse_facts, parse_memory
 from sensorium.evaluation.summary import Z95
 from sensorium.recipe.traits import estimator_traits
-from sensorium.report.page import LOSSES
 from sensorium.report.terminal import visible
 from sensorium.rewards.reward_term import tagged
 from sensorium.runs.metrics import Finding
 from sensorium.trainer.health.facts import RECENT, HeldOutResult, StepFacts, lacks_answer, was_judged
 from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.metric_names import REPLACEMENTS
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -563,7 +563,7 @@ def lost_processes(facts: StepFacts) -> Finding | None:
     ]
     if losses == facts.history.losses and not fewer:
         return None
-    counts = ", ".join(f"{LOSSES[name]} {count:,.0f}" for name, count in losses.items())
+    counts = ", ".join(f"{REPLACEMENTS[name]} {count:,.0f}" for name, count in losses.items())
     told = [f"{counts} since the run began"] * bool(counts) + fewer
     what = f"processes were lost ({'; '.join(told)})"
     cause = "they died or hung: the line that was printed when one was lost says how, with its last words"
