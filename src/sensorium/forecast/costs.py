@@ -1,4 +1,8 @@
-"""What a step has to compute, in tokens and patches: from a recipe's budgets, or from a workload that was measured."""
+"""The work of a step in tokens and patches, and the seconds it costs on a machine.
+
+For example a decode step of 64 rows on an H200 with Qwen2.5-VL-3B's shape (36 layers with 2.8 B parameters):
+36 layers × 27 µs + 6.2 GB of weights at 4.3 TB/s + 64 rows × 6.2 GFLOP at 500 TFLOP/s + keys and values ≈ 3.4 ms
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,11 +20,11 @@ PARETO = 1.3  # of the heavy tail that W3 draws its lengths from (bench/workload
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one step. ``response`` is the mean length; ``tail`` the longest over the mean, 1: all alike.
+    """The work of one step. ``response`` is the mean length; ``tail`` the longest over the mean (1: all equal).
 
-    ``prompt`` counts the tokens of a prompt with its media; ``patches`` those of its pictures, videos and sounds that a
-    tower computes. Episodes of several turns are taken as one response with the longest prompt. ``observed`` are the tokens
-    of that prompt which are trained in every episode, as observations under ``algorithm.loss_mask: false``.
+    ``prompt``: tokens of a prompt with its media; ``patches``: those of its media a tower computes. Several turns count
+    as one response with the longest prompt. ``observed``: tokens of that prompt which are trained in every episode, as
+    observations under ``algorithm.loss_mask: false``.
     """
 
     prompts: int
@@ -46,7 +50,7 @@ class StepWork:
 
     @property
     def trained_tokens(self) -> float:
-        """Tokens that an epoch of updates computes: prompts once a group, and what was written."""
+        """Tokens that an epoch of updates computes: prompts once per group, and responses."""
         return self.prompts * self.prompt + self.sampled
 
     def lengths(self, groups: int, seed: int) -> np.ndarray:
@@ -60,7 +64,7 @@ class StepWork:
 
 
 def work_of(recipe: Recipe, prompt_tokens: int = 0, response_tokens: float = 0) -> StepWork:
-    """The work of a recipe's step. What is not given is as much as the recipe's budgets allow.
+    """The work of a recipe's step; lengths that are not given fill the recipe's budgets.
 
     With a mean response below the budget, lengths have a heavy tail that the budget cuts.
     """
@@ -90,11 +94,6 @@ def work_of(recipe: Recipe, prompt_tokens: int = 0, response_tokens: float = 0) 
     )
 
 
-# A worked example, a decode step of 64 rows on an H200 with Qwen2.5-VL-3B's shape (36 layers, 2.8 B parameters in
-# them): 36 layers × 27 µs + 6.2 GB of weights at 4.3 TB/s + 64 rows × 6.2 GFLOP at 500 TFLOP/s + keys and values read ≈
-# 3.4 ms
-
-
 Recomputation = bool | Literal["selective"]
 Push = Literal["file", "broadcast", "ipc"]
 BACKWARD_OF_ATTENTION = 3.5  # forward and backward of attention over its forward, recomputing the scores
@@ -102,11 +101,11 @@ BACKWARD_OF_ATTENTION = 3.5  # forward and backward of attention over its forwar
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What a model's parts cost. ``layers`` are the parameters a token meets there; ``held`` those that are in memory;
-    ``queries`` the size of a token's queries, by which attention costs.
+    """Sizes of a model's parts: ``layers``: parameters that a token meets there; ``held``: parameters in memory;
+    ``queries``: size of a token's queries, for attention.
 
-    ``layer_times`` says what a trained token's layers cost, in operations for each parameter: 6, and 2 more for what is
-    computed again; ``tower_times`` the same of patches, 2 where the tower is frozen.
+    ``layer_times``: operations per parameter of a trained token, 6, and 2 more if recomputed; ``tower_times``: the same of
+    patches, 2 if the tower is frozen. ``forwards``: passes without gradients (reference, old log-probs, critic).
     """
 
     depth: int
@@ -122,7 +121,6 @@ class ModelCosts:
     tower_times: float = 8.0
     recomputed: bool = False
     forwards: float = 0.0
-    """Passes over all tokens without gradients: of the reference, of old log-probs, of a critic."""
 
 
 def costs_of(
@@ -163,10 +161,7 @@ def costs_of(
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each part on a machine. ``shards`` GPUs share an engine's model by tensor parallelism.
-
-    ``slower`` is what sampling takes beside the native engine.
-    """
+    """Seconds of each part on a machine. ``shards``: tensor parallelism; ``slower``: sampling over the native engine's."""
 
     model: ModelCosts
     machine: Machine
@@ -174,7 +169,7 @@ class Costs:
     slower: float = 1.0
 
     def decode_step(self, rows: int, kv_tokens: float) -> float:
-        """Seconds of one token of each of so many rows, with so many keys and values to read."""
+        """Seconds of one decode step of so many rows with so many cached tokens."""
         kind, by, model = self.machine.kind, self.machine.constants, self.model
         reads = model.held * model.number_bytes / (kind.bandwidth * by.weight_reads)
         reads += kv_tokens * model.kv_bytes / (kind.bandwidth * by.kv_reads)
@@ -192,15 +187,12 @@ class Costs:
         return self.slower * (by.prefill_fixed_s + flops / (kind.flops * by.prefill_flops * self.shards))
 
     def prefill_tokens(self, tokens: float) -> float:
-        """Seconds until contexts of so many tokens are computed again, media not."""
+        """Seconds to recompute contexts of so many tokens, without media."""
         kind, by = self.machine.kind, self.machine.constants
         return 2 * self.model.layers * tokens / (kind.flops * by.prefill_flops * self.shards)
 
     def update(self, groups: float, written: float, work: StepWork, ranks: int = 1, sharing: int = 1) -> float:
-        """Seconds of one update on so many groups with so many tokens written, on one rank, gathering weights aside.
-
-        ``sharing`` ranks compute equal parts of these groups.
-        """
+        """Seconds of one update of so many groups on one rank, without gathering; ``sharing`` ranks compute equal parts."""
         kind, by, model = self.machine.kind, self.machine.constants, self.model
         tokens = groups * work.prompt + written
         times = model.layer_times + 2 * model.forwards
@@ -215,9 +207,9 @@ class Costs:
         return alone if ranks == 1 else by.rank_fixed_s + by.rank_times * alone
 
     def gathering(self, groups: float, written: float, work: StepWork, ranks: int) -> float:
-        """Seconds that a rank's links are busy in one update: weights gathered twice and gradients reduced, by micro-batch.
+        """Seconds of a rank's links in one update: weights gathered twice and gradients reduced, per micro-batch.
 
-        Not measured: bytes over published rates. FSDP2 does it beside the computing.
+        Not measured: bytes over published rates. FSDP2 overlaps it with computing.
         """
         if ranks == 1:
             return 0.0
@@ -227,10 +219,10 @@ class Costs:
         return microbatches * moved * (ranks - 1) / ranks / self.link(ranks)
 
     def exchange(self, groups: float, written: float, work: StepWork, sharing: int) -> float:
-        """Seconds that ranks which share tokens wait for each other's keys and values, and for the sums of their gradients.
+        """Seconds that ranks with shared tokens wait for keys and values, and for the sums of their float32 gradients.
 
-        Gathered forward and again backward, for each pass without gradients, and where layers are recomputed; gradients in
-        float32. Not measured: bytes over published rates.
+        Gathered forward, backward, in each pass without gradients, and for recomputed layers. Not measured: bytes over
+        published rates.
         """
         if sharing == 1:
             return 0.0
@@ -240,7 +232,7 @@ class Costs:
         return moved * (sharing - 1) / sharing / self.link(sharing)
 
     def link(self, gpus: int) -> float:
-        """Bytes a second and GPU among so many: over the machine's own links, or the network between machines."""
+        """Bytes a second per GPU among so many: over the machine's links, or the network between machines."""
         kind = self.machine.kind
         rate = kind.link if gpus <= kind.gpus_per_machine else min(kind.link, self.machine.network)
         return rate * assumed("link_share")
@@ -248,9 +240,8 @@ class Costs:
     def push(self, pushed: float, engines: int, gpus: int, way: Push = "file") -> float:
         """Seconds until engines on so many GPUs have so many bytes of new weights.
 
-        By file the first rank writes them once. By broadcast one GPU sends them to each engine, which has a group of its
-        own, so its link is busy for all of them. Not measured: bytes over published rates. By ipc vLLM copies them on the
-        learner's GPU.
+        file: the first rank writes them once. broadcast: one GPU sends them to each engine in turn (bytes over
+        published rates). ipc: vLLM copies them on the learner's GPU.
         """
         by = self.machine.constants
         if way == "ipc":

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from sensorium.forecast.costs import Costs, Push, Recomputation, StepWork, costs_of, work_of
+from sensorium.forecast.costs import Costs, Push, StepWork, costs_of, work_of
 from sensorium.forecast.machine import Kind, assumed, calibration, kind_named, machine, planned_shape
 from sensorium.forecast.memory import GpuMemory, engine_memory, fitting_memory, rank_memory, with_checkpointing
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
@@ -28,77 +28,69 @@ from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 
 Note = tuple[str, str, str]
+# Shares of the GPUs that are tried for engines if their number is not given.
+ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
 
-def notes_of(
-    recipe: Recipe,
-    kind: Kind,
-    plan: Deployment,
-    work: StepWork,
-    *,
-    prompts_given: bool,
-    responses_given: bool,
-    experts: bool,
-    unread: str,
+@dataclass(frozen=True)
+class Asked:
+    """The options of a plan. None or 0: as the recipe says, or the planner chooses."""
+
+    gpus: int
+    kind: str
+    engines: int | None = None
+    schedule: ScheduleName | None = None
+    staleness: int | None = None
+    prompt_tokens: int = 0
+    response_tokens: float = 0.0
+    scoring_s: float = 0.0
+    price: float | None = None
+    network: float | None = None
+    shape: str = ""
+
+
+def _notes_of(
+    recipe: Recipe, kind: Kind, plan: Deployment, work: StepWork, asked: Asked, *, experts: bool, unread: str
 ) -> Iterator[Note]:
-    """What, how it is known, and more of it."""
+    """Each figure, how it is known (measured, scaled, computed, assumed, not run), and a sentence on it."""
     if kind.measured:
-        yield (
-            "rollout, update",
-            "measured",
-            "on one H200 with 3 B and 7 B shapes in bfloat16; other sizes by operations and bytes",
-        )
+        words = "on one H200 with 3 B and 7 B shapes in bfloat16; other sizes by operations and bytes"
+        yield "rollout, update", "measured", words
     else:
-        yield (
-            "rollout, update",
-            "scaled",
-            f"from one H200 by the peaks of {kind.title}, at the shares of peaks that were measured there",
-        )
+        words = f"from one H200 by the peaks of {kind.title}, at the shares of peaks that were measured there"
+        yield "rollout, update", "scaled", words
     if recipe.model.dtype == "float32":
         yield "model.dtype", "not run", "float32 was not measured on a GPU; seconds are those of bfloat16 arithmetic"
     if experts:
-        yield (
-            "experts",
-            "not run",
-            "a mixture of experts was not measured: an update counts the experts a token meets as dense",
-        )
+        words = "a mixture of experts was not measured: an update counts the experts a token meets as dense"
+        yield "experts", "not run", words
     if recipe.rollout.max_turns > 1:
         yield "turns", "computed", "an episode of several turns counts as one response; environments' own time is not in it"
     if work.observed:
         words = f"algorithm.loss_mask is false: all {work.observed:,} tokens of a prompt count as trained in each episode"
         yield "observations", "assumed", words
-    if not prompts_given:
-        yield "prompts", "assumed", assumed_prompts(work)
+    if not asked.prompt_tokens:
+        yield "prompts", "assumed", _assumed_prompts(work)
     if unread:
-        yield "vision tower", "assumed", assumed_media(unread)
-    if not responses_given:
+        yield "vision tower", "assumed", _assumed_media(unread)
+    if not asked.response_tokens:
         yield "responses", "assumed", f"each fills its budget ({work.response:g} tokens); --response-tokens says the mean"
     if plan.learners == 1:
-        yield (
-            "memory",
-            "measured",
+        words = (
             "the dry run's forecast: on one H200 it was 1 to 15 % above what steps of W1, W2 and W3 took, and 6 and 8 % "
-            "below W2 with recomputation (docs/internals/performance.md)",
+            "below W2 with recomputation (docs/internals/performance.md)"
         )
+        yield "memory", "measured", words
     else:
         yield "the driver", "computed", "it holds the model too, on a GPU beside these where Ray places the ranks"
         yield "memory of ranks", "computed", "by how FSDP2 spreads the model; not measured on GPUs"
-        yield (
-            "update on ranks",
-            "computed",
-            "as one GPU's; on CUDA ranks run stock layers, which are slower than the fused ones measured",
-        )
-        yield (
-            "gather, reduce",
-            "computed",
-            f"bytes over {assumed('link_share'):g} of the published link rates, beside the computing; not measured",
-        )
+        words = "as one GPU's; on CUDA ranks run stock layers, which are slower than the fused ones measured"
+        yield "update on ranks", "computed", words
+        words = f"bytes over {assumed('link_share'):g} of the published link rates, beside the computing; not measured"
+        yield "gather, reduce", "computed", words
     if plan.sequence_parallel > 1:
-        yield (
-            "shared tokens",
-            "computed",
-            f"{plan.sequence_parallel} ranks wait for each other's keys and values: bytes over these rates; not measured",
-        )
+        shared = f"{plan.sequence_parallel} ranks wait for each other's keys and values"
+        yield "shared tokens", "computed", f"{shared}: bytes over these rates; not measured"
     if plan.pushed_bytes:
         yield "push", "computed", _pushed(plan)
     if plan.engines > 1:
@@ -109,32 +101,26 @@ def notes_of(
     if plan.schedule not in ScheduleSection.model_json_schema()["properties"]["name"]["enum"]:
         yield "schedule", "not run", f"'{plan.schedule}' is simulated: the recipe does not know it yet"
     if recipe.rollout.engine.name == "vllm":
-        yield (
-            "vLLM",
-            "scaled",
+        words = (
             f"{assumed('vllm_times'):g} times the native engine's time, and {assumed('vllm_check_s'):g} s for the check "
-            "after a push, as vLLM 0.25.1 took on W1 (docs/guides/scale_out.md)",
+            "after a push, as vLLM 0.25.1 took on W1 (docs/guides/scale_out.md)"
         )
+        yield "vLLM", "scaled", words
     if not plan.scoring_s:
         yield "scoring", "assumed", "no time at all; --scoring-s says what a judge or reward service takes"
-    yield (
-        "not in it",
-        "computed",
-        "warm start, evaluations, checkpoints, the start of a run and its first steps, which compile",
-    )
+    left_out = "warm start, evaluations, checkpoints, the start of a run and its first steps, which compile"
+    yield "not in it", "computed", left_out
 
 
-def assumed_prompts(work: StepWork) -> str:
-    """What is assumed of prompts, and how to say better."""
+def _assumed_prompts(work: StepWork) -> str:
     return (
         f"every prompt fills its context ({work.prompt:,} tokens): `sensorium validate RECIPE` measures prompts, "
         "--prompt-tokens says how long the longest is"
     )
 
 
-def assumed_media(unread: str) -> str:
-    """What is assumed of tasks that cannot be read, and why they cannot."""
-    return f"the tasks cannot be read here, so prompts are taken to show pictures ({unread.rstrip('.')})"
+def _assumed_media(unread: str) -> str:
+    return f"the tasks cannot be read here, so prompts are assumed to show pictures ({unread.rstrip('.')})"
 
 
 def _pushed(plan: Deployment) -> str:
@@ -149,7 +135,6 @@ def _pushed(plan: Deployment) -> str:
 
 
 def _idle(recipe: Recipe, plan: Deployment) -> Iterator[Note]:
-    """Engines and ranks that are more than the groups they share out: a group is sampled by one and learned by one."""
     batch = recipe.batch
     groups = batch.prompts_per_step // batch.updates_per_epoch
     ranks = plan.learners // plan.sequence_parallel
@@ -157,19 +142,9 @@ def _idle(recipe: Recipe, plan: Deployment) -> Iterator[Note]:
         each = "a group is one rank's" if plan.sequence_parallel == 1 else "a group is one set of ranks'"
         yield "idle ranks", "computed", f"an update has {groups} groups, and {each}: {ranks - groups} of {ranks} do nothing"
     if plan.engines > batch.prompts_per_step and plan.schedule != "asynchronous":
-        idle, prompts = plan.engines - batch.prompts_per_step, batch.prompts_per_step
-        yield (
-            "idle engines",
-            "computed",
-            f"a step has {prompts} groups, and a group is one engine's: {idle} of {plan.engines} do nothing",
-        )
-
-
-# Settings are tried one after the other, each on top of those before, until the forecast fits. Then each is taken back
-# as far as it still fits. caprl_image on an H100, 71.2 GiB of which may be filled: as it is, without recomputation
-# 189.6 GiB + model.gradient_checkpointing=auto 156.9 + batch.tokens_per_microbatch=8192 150.6 +
-# rollout.engine.options.max_rows=256, …, 32 110.1, 89.8, 79.7, 74.7 + optimizer.moments=bfloat16 64.9, which fits
-# tokens_per_microbatch as it was 67.0, which fits too; anything else taken back does not
+        idle = f"{plan.engines - batch.prompts_per_step} of {plan.engines} do nothing"
+        words = f"a step has {batch.prompts_per_step} groups, and a group is one engine's: {idle}"
+        yield "idle engines", "computed", words
 
 
 @dataclass(frozen=True)
@@ -184,22 +159,27 @@ class Saving:
         return f"{words} ({self.memory.total / GIB:.1f} GiB)"
 
 
-def ways_out(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> str:
-    """What to do where a rank does not fit, in a sentence or two."""
-    saving = least_settings(recipe, shape, kind, ranks, samples=samples)
+def _ways_out(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> str:
+    saving = _least_settings(recipe, shape, kind, ranks, samples=samples)
     fitting = [str(saving)] if saving.memory.fits(kind) else []
-    fitting += more_ranks(recipe, shape, kind, ranks)
+    fitting += _more_ranks(recipe, shape, kind, ranks)
     nearest = "" if saving.memory.fits(kind) or not saving.settings else f"Settings bring it down to {saving}. "
     return f"{nearest}What would fit: {'; '.join(fitting)}." if fitting else f"{nearest}It needs a larger GPU."
 
 
-def least_settings(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> Saving:
-    """The first settings with which a rank fits; where none are enough, those with which it holds least."""
+def _least_settings(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> Saving:
+    """The first settings with which a rank fits; if none suffice, those with which it holds least.
+
+    Settings are added one by one until the forecast fits, then each is taken back as far as it still fits. For example
+    caprl_image on an H100, of which 71.2 GiB may be filled: 189.6 GiB; with model.gradient_checkpointing=auto 156.9;
+    batch.tokens_per_microbatch=8192 150.6; max_rows=256, …, 32 110.1, …, 74.7; optimizer.moments=bfloat16 64.9, which
+    fits. tokens_per_microbatch taken back 67.0, which fits too; the others do not.
+    """
 
     def saving(settings: dict[str, Any]) -> Saving:
         changed = recipe
         for key, value in settings.items():
-            changed = with_setting(changed, key, value)
+            changed = _with_setting(changed, key, value)
         return Saving(settings, fitting_memory(changed, shape, kind, ranks, samples=samples)[1])
 
     ladder = lowering_settings(recipe, ranks, samples=samples)
@@ -216,23 +196,14 @@ def least_settings(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *,
     return found
 
 
-def with_setting(recipe: Recipe, key: str, value: Any) -> Recipe:
-    """The recipe with one dotted key changed."""
-    changed: Recipe = _changed(recipe, key.split("."), value)
-    return changed
-
-
-def _changed(section: Any, path: list[str], value: Any) -> Any:
-    if not path:
-        return value
-    name, *inner = path
+def _with_setting(section: Any, key: str, value: Any) -> Any:
+    name, _, inner = key.partition(".")
     if isinstance(section, BaseModel):
-        return section.model_copy(update={name: _changed(getattr(section, name), inner, value)})
-    return section | {name: _changed(section.get(name), inner, value)}
+        return section.model_copy(update={name: _with_setting(getattr(section, name), inner, value) if inner else value})
+    return section | {name: _with_setting(section.get(name), inner, value) if inner else value}
 
 
-def more_ranks(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int) -> list[str]:
-    """The fewest ranks, by doubling, among which the recipe fits: as it is, else with whole layers recomputed; or none."""
+def _more_ranks(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int) -> list[str]:
     recomputed = with_checkpointing(recipe, True)
     for words, changed in (("", recipe), (", with model.gradient_checkpointing=true", recomputed)):
         for count in (2**power for power in range(1, 13) if 2**power > ranks):
@@ -242,33 +213,11 @@ def more_ranks(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int) -> lis
     return []
 
 
-ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
-"""Shares of the GPUs that are tried for engines where nobody says how many."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a plan is asked for, beside the recipe. What is None or 0 is left to the recipe or the planner."""
-
-    gpus: int
-    kind: str
-    engines: int | None = None
-    schedule: ScheduleName | None = None
-    staleness: int | None = None
-    prompt_tokens: int = 0
-    response_tokens: float = 0.0
-    scoring_s: float = 0.0
-    price: float | None = None
-    network: float | None = None
-    shape: str = ""
-
-
 @dataclass(frozen=True)
 class Forecast:
-    """The answer. ``rank`` and ``engine`` are the memory of one GPU each; ``cost`` is of the whole run, by the price given.
+    """``rank`` and ``engine`` are the memory of one GPU each; ``hours`` and ``cost`` are of the whole run.
 
-    ``recompute`` is what the recipe says, or what its ``auto`` chose (``by_auto``).
-    ``notes`` are (what, measured | scaled | computed | assumed | not run, in a sentence).
+    ``recompute`` is the recipe's setting, or what its ``auto`` chose (``by_auto``). ``notes`` are those of ``notes_of``.
     """
 
     recipe: str
@@ -288,31 +237,30 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, asked: Asked, tasks: Sequence[Task] = (), unread: str = "") -> Forecast:
-    """Plan a recipe; raises RecipeError, with the ways out, where it cannot fit.
+    """Plan a recipe; raises RecipeError, with the ways out, if it cannot fit.
 
-    ``tasks`` are a few of the recipe's, ``unread`` why there are none: they tell which towers compute anything.
+    ``tasks`` are a few of the recipe's, by which towers compute anything; ``unread`` is why there are none.
     """
     if asked.gpus < 1:
         raise RecipeError(f"--gpus {asked.gpus}: a plan needs at least one.")
     kind = kind_named(asked.kind)
     shape, source = planned_shape(recipe.model, asked.shape)
     shape = shape_for_tasks(shape, tasks)
-    schedule = asked.schedule or recipe.schedule.name
     if asked.prompt_tokens:
         recipe = _shorter(recipe, asked.prompt_tokens)
-    staleness = recipe.schedule.max_staleness if asked.staleness is None else asked.staleness
     work = work_of(recipe, asked.prompt_tokens, asked.response_tokens)
     base = Deployment(
-        schedule=schedule,
-        staleness=staleness,
+        schedule=asked.schedule or recipe.schedule.name,
+        staleness=recipe.schedule.max_staleness if asked.staleness is None else asked.staleness,
         scoring_s=asked.scoring_s,
         max_rows=min(recipe.rollout.concurrency or 10**9, engine_rows(recipe)),
         engine_gpus=int(recipe.rollout.engine.options.get("tensor_parallel", 1)),
         sequence_parallel=recipe.cluster.sequence_parallel,
     )
-    tried = [_divided(base, asked.gpus, engines) for engines in _engine_counts(asked, base)]
     planned, refusal = [], None
-    for deployment in tried:
+    for engines in _engine_counts(asked, base):
+        learners = asked.gpus - engines * base.engine_gpus
+        deployment = replace(base, engines=engines, learners=learners, apart=True) if engines else base
         try:
             planned.append(_planned(recipe, shape, kind, work, deployment, asked, unread))
         except RecipeError as error:
@@ -337,23 +285,11 @@ def forecast(recipe: Recipe, asked: Asked, tasks: Sequence[Task] = (), unread: s
         run=run,
         hours=hours,
         cost=None if asked.price is None or hours is None else asked.price * asked.gpus * hours,
-        notes=tuple(
-            notes_of(
-                recipe,
-                kind,
-                deployment,
-                work,
-                prompts_given=asked.prompt_tokens > 0,
-                responses_given=asked.response_tokens > 0,
-                experts="moe" in shape.family,
-                unread=unread,
-            )
-        ),
+        notes=tuple(_notes_of(recipe, kind, deployment, work, asked, experts="moe" in shape.family, unread=unread)),
     )
 
 
 def _shorter(recipe: Recipe, prompt_tokens: int) -> Recipe:
-    """The recipe with a context that prompts of this length need."""
     rollout = recipe.rollout
     if prompt_tokens >= rollout.max_context_tokens:
         raise RecipeError(
@@ -366,12 +302,27 @@ def _shorter(recipe: Recipe, prompt_tokens: int) -> Recipe:
 
 
 def _engine_counts(asked: Asked, base: Deployment) -> list[int]:
-    """How many engines to try; none where one GPU does it all. What is left must be groups of ranks that share tokens."""
+    """How many engines to try; 0 if one GPU does it all. Other GPUs must form groups of ranks that share tokens."""
     each, sharing = base.engine_gpus, base.sequence_parallel
-    found = _possible_counts(asked, each)
+    most = (asked.gpus - 1) // each
+    if asked.gpus == 1 and asked.engines:
+        raise RecipeError("--engines is for several GPUs: a single one samples and learns in turn.")
+    if asked.gpus == 1:
+        found = [0]
+    elif asked.engines is not None:
+        if not 0 < asked.engines * each < asked.gpus:
+            raise RecipeError(
+                f"--engines {asked.engines} of {each} GPU(s) each leave no GPU of {asked.gpus} to learn, or none to "
+                f"sample: name 1 to {max(1, most)}."
+            )
+        found = [asked.engines]
+    elif not most:
+        raise RecipeError(f"an engine takes {each} GPUs (tensor_parallel), and of {asked.gpus} none is left to learn.")
+    else:
+        found = sorted({min(most, max(1, round(share * asked.gpus / each))) for share in ENGINE_SHARES})
     fitting = [engines for engines in found if (asked.gpus - engines * each) % sharing == 0]
     if not fitting and asked.engines is None and sharing > 1:
-        fitting = [n for n in range(1, (asked.gpus - 1) // each + 1) if (asked.gpus - n * each) % sharing == 0]
+        fitting = [n for n in range(1, most + 1) if (asked.gpus - n * each) % sharing == 0]
     if not fitting:
         raise RecipeError(
             f"cluster.sequence_parallel={sharing}: of {asked.gpus} GPU(s) the engines leave no multiple of {sharing} to "
@@ -380,39 +331,14 @@ def _engine_counts(asked: Asked, base: Deployment) -> list[int]:
     return fitting
 
 
-def _possible_counts(asked: Asked, each: int) -> list[int]:
-    if asked.gpus == 1:
-        if asked.engines:
-            raise RecipeError("--engines is for several GPUs: a single one samples and learns in turn.")
-        return [0]
-    if asked.engines is not None:
-        if not 0 < asked.engines * each < asked.gpus:
-            raise RecipeError(
-                f"--engines {asked.engines} of {each} GPU(s) each leave no GPU of {asked.gpus} to learn, or none to "
-                f"sample: name 1 to {max(1, (asked.gpus - 1) // each)}."
-            )
-        return [asked.engines]
-    most = (asked.gpus - 1) // each
-    if not most:
-        raise RecipeError(f"an engine takes {each} GPUs (tensor_parallel), and of {asked.gpus} none is left to learn.")
-    return sorted({min(most, max(1, round(share * asked.gpus / each))) for share in ENGINE_SHARES})
-
-
-def _divided(base: Deployment, gpus: int, engines: int) -> Deployment:
-    if not engines:
-        return base
-    return replace(base, engines=engines, learners=gpus - engines * base.engine_gpus, apart=True)
-
-
 Planned = tuple[Deployment, Recipe, GpuMemory, GpuMemory | None, SimulatedRun]
 
 
 def _planned(
     recipe: Recipe, shape: ModelShape, kind: Kind, work: StepWork, deployment: Deployment, asked: Asked, unread: str
 ) -> Planned:
-    """One way to divide the GPUs: what it holds and how long its steps take."""
-    assumption = "" if asked.prompt_tokens else f" Here {assumed_prompts(work)}."
-    assumption += f" And {assumed_media(unread)}." if unread else ""
+    assumption = "" if asked.prompt_tokens else f" Here {_assumed_prompts(work)}."
+    assumption += f" And {_assumed_media(unread)}." if unread else ""
     recipe, rank = _fitting_rank(recipe, shape, kind, deployment, assumption)
     engine = None
     if deployment.apart:
@@ -423,26 +349,27 @@ def _planned(
     pushed = trained_parameters(recipe, shape) * size if vllm or deployment.apart or deployment.learners > 1 else 0
     check_s = assumed("vllm_check_s") if vllm else 0.0
     deployment = replace(deployment, pushed_bytes=pushed, push=_push(recipe, deployment), check_s=check_s)
+    way = recipe.model.gradient_checkpointing
+    assert way != "auto", "decided by fitting_memory"
     model = costs_of(
         shape,
         number_bytes=size,
-        recompute=_way(recipe),
+        recompute=way,
         frozen=recipe.model.freeze,
         lora=bool(recipe.model.lora.rank),
         forwards=_forwards(recipe),
     )
-    network = None if asked.network is None else asked.network * 1e9
-    host = machine(kind, network=network)
-    slower = assumed("vllm_times") if vllm else 1.0
-    run = simulate(
-        Costs(model, host, deployment.engine_gpus, slower), Costs(model, host), work, deployment, steps=_steps(work)
-    )
+    host = machine(kind, network=None if asked.network is None else asked.network * 1e9)
+    sampling = Costs(model, host, deployment.engine_gpus, assumed("vllm_times") if vllm else 1.0)
+    steps = max(3, min(8, ceil(20_000 / work.episodes)))  # few of many episodes are as good as many of few
+    run = simulate(sampling, Costs(model, host), work, deployment, steps=steps)
     return deployment, recipe, rank, engine, run
 
 
 def _push(recipe: Recipe, deployment: Deployment) -> Push:
-    """How weights get to engines: by file, but to vLLM with GPUs of its own by broadcast, and on the GPU of the one learner
-    through its memory, unless the recipe says file. Adapters are always a file.
+    """By file; to vLLM on its own GPUs by broadcast, on the learner's GPU through its memory (unless the recipe says file).
+
+    Adapters are always pushed by file.
     """
     engine = recipe.rollout.engine
     asked = engine.options.get("push", "auto") if engine.name == "vllm" else "file"
@@ -458,32 +385,19 @@ def _push(recipe: Recipe, deployment: Deployment) -> Push:
     return "ipc" if asked in ("auto", "ipc") and deployment.learners == 1 else "file"
 
 
-def _steps(work: StepWork) -> int:
-    """Steps to simulate: few of many episodes are as good as many of few."""
-    return max(3, min(8, ceil(20_000 / work.episodes)))
-
-
-def _way(recipe: Recipe) -> Recomputation:
-    way = recipe.model.gradient_checkpointing
-    assert way != "auto", "decided before"
-    return way
-
-
 def _fitting_rank(
     recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deployment, assumption: str
 ) -> tuple[Recipe, GpuMemory]:
-    """The recipe with ``auto`` recomputation decided, and a rank's memory; refused with the ways out if it does not fit."""
     decided, memory = fitting_memory(recipe, shape, kind, plan.learners, samples=not plan.apart)
     if memory.fits(kind):
         return decided, memory
-    largest = ", ".join(
-        f"{use} {amount / GIB:.0f}" for use, amount in sorted(memory.uses.items(), key=lambda one: -one[1])[:4]
-    )
+    uses = sorted(memory.uses.items(), key=lambda one: -one[1])[:4]
+    largest = ", ".join(f"{use} {amount / GIB:.0f}" for use, amount in uses)
     who = "the GPU" if plan.learners == 1 and not plan.apart else f"each of {plan.learners} learner rank(s)"
     raise RecipeError(
         f"{recipe.name} does not fit: {who} would hold {memory.total / GIB:.1f} GiB ({largest} GiB), and 90 % of an "
         f"{kind.title} are {SHARE * kind.memory / GIB:.1f} GiB. "
-        + ways_out(decided, shape, kind, plan.learners, samples=not plan.apart)
+        + _ways_out(decided, shape, kind, plan.learners, samples=not plan.apart)
         + assumption
     )
 
@@ -511,9 +425,8 @@ def _refuse_large_engine(recipe: Recipe, shape: ModelShape, kind: Kind, plan: De
 
 
 def _forwards(recipe: Recipe) -> float:
-    """Forward passes over all tokens that a step makes beside its updates, for each epoch of them."""
     algorithm, batch = recipe.algorithm, recipe.batch
     passes = float(algorithm.kl.coef > 0) + float(batch.updates_per_epoch * batch.epochs_per_step > 1)
     if estimator_traits(algorithm.advantage.name).critic and algorithm.critic.trunk == "own":
-        passes += 1 + 3 * batch.epochs_per_step  # its values, and its own training: three times a forward pass
+        passes += 1 + 3 * batch.epochs_per_step  # its values, and its training: three times a forward pass
     return passes / batch.epochs_per_step

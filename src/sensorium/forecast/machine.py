@@ -1,9 +1,9 @@
-"""What a machine does in a second: published peaks of a kind of GPU, and the shares of them that were measured.
+"""Rates of a machine: published peaks of a kind of GPU, and the shares of them that were measured.
 
     assets/forecast/gpus.json          peaks of each kind, as published, and its memory, as torch reports it
     assets/forecast/calibration.json   constants fitted to measurements, each with where it comes from
 
-Shares of peaks are carried over from the GPU they were measured on to others: figures for other kinds are scaled.
+Figures for other kinds of GPU are scaled: the same shares of their peaks are assumed.
 """
 
 import json
@@ -41,10 +41,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Constants:
-    """Fitted constants of one machine. Seconds, or shares of a peak (of a CPU: rates, its peaks being 1).
+    """Fitted constants of one machine: seconds, or shares of a peak (of a CPU: rates, its peaks being 1).
 
-    A decode step: ``decode_layer_s`` a layer, weights and keys and values read at a share of the bandwidth, and each row's
-    operations at a share of the peak. An update: operations at a share, and ``microbatch_s`` for each micro-batch.
+    A decode step: ``decode_layer_s`` per layer, reads of weights, keys and values at a share of the bandwidth, operations
+    of each row at a share of the peak. An update: operations at a share, and ``microbatch_s`` per micro-batch.
+    ``rank_times``: an update on one of several ranks, relative to one process with the same work.
     """
 
     decode_fixed_s: float
@@ -65,12 +66,11 @@ class Constants:
     push_bytes: float
     rank_fixed_s: float
     rank_times: float
-    """What an update takes on each of several ranks, beside one process with the same work."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of GPU with the constants that hold for it. ``network`` bytes a second between machines, a GPU's share."""
+    """A kind of GPU with its constants. ``network``: bytes a second between machines, a GPU's share."""
 
     kind: Kind
     constants: Constants
@@ -78,7 +78,7 @@ class Machine:
     buckets: tuple[int, ...]
 
     def bucket(self, rows: int) -> int:
-        """How many rows a decode step computes for so many that are live."""
+        """How many rows a decode step computes for so many live rows."""
         return next((size for size in self.buckets if size >= rows), rows)
 
 
@@ -93,12 +93,8 @@ def calibration() -> dict[str, Any]:
 def kinds() -> dict[str, Kind]:
     """The kinds of GPU that are known, by name."""
     listed = json.loads((FOLDER / "gpus.json").read_text())["kinds"]
-    names = [field.name for field in fields(Kind)]
-    found = {}
-    for name, kind in listed.items():
-        known = kind | {"name": name, "memory": kind["memory_gib"] * GIB}
-        found[name] = Kind(**{key: known[key] for key in names})
-    return found
+    known = (kind | {"name": name, "memory": kind["memory_gib"] * GIB} for name, kind in listed.items())
+    return {kind["name"]: Kind(**{field.name: kind[field.name] for field in fields(Kind)}) for kind in known}
 
 
 def kind_named(name: str) -> Kind:
@@ -121,9 +117,8 @@ def machine(kind: Kind, *, network: float | None = None) -> Machine:
 
 
 def assumed(name: str) -> float:
-    """A number that nobody has measured here; calibration.json says where it comes from."""
-    value: float = calibration()["assumed"][name]["value"]
-    return value
+    """A number that was not measured here; calibration.json has its source."""
+    return float(calibration()["assumed"][name]["value"])
 
 
 VARIANTS = ("-Instruct", "-Thinking")
@@ -137,7 +132,7 @@ def published_configs() -> dict[str, dict[str, Any]]:
 
 
 def planned_shape(section: ModelSection, named: str = "") -> tuple[ModelShape, str]:
-    """The shape to plan with and where it comes from: the name given, the checkpoint on this disk, or the hub id's name."""
+    """The shape to plan with and its source: the given name, the checkpoint on this disk, or the hub id's name."""
     if named:
         return shape_by_config(_config(named, f"--shape {named}")), f"the published sizes of {_plain(named)}"
     found = read_shape(section.path, section.revision, unused=section.unused_weights)

@@ -1,7 +1,7 @@
 """Bytes on each GPU, by use: of a learner's rank as FSDP2 spreads it (learner/sharded), and of an engine.
 
-Layers, towers that learn, and what is left of the model (embeddings, norms, projector, head: the root) are spread over the
-ranks. The root stays whole through an update, and so do two layers at a time; a frozen tower is whole on every rank.
+Layers, towers that learn, and the rest of the model (the root: embeddings, norms, projector, head) are sharded over the
+ranks. During an update the root is gathered, and two layers at a time; a frozen tower is whole on every rank.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ from sensorium.recipe.plan import (
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
-GATHERED_LAYERS = 2  # the one at work and the next, which is fetched meanwhile
+GATHERED_LAYERS = 2  # the current one and the next, which is prefetched
 ENGINES = ("keys and values",)
 OFFLOADED = ("weights", "gradients", "optimizer moments", "remainders of fp32 masters")
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """What one GPU holds: ``uses`` in bytes; ``host`` what is in the machine's memory instead, for each rank."""
+    """Bytes on one GPU by use; ``host``: those in the machine's memory instead, per rank."""
 
     uses: dict[str, int]
     host: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all uses."""
         return sum(self.uses.values())
 
     def fits(self, kind: Kind) -> bool:
@@ -49,7 +49,7 @@ def with_checkpointing(recipe: Recipe, way: Way) -> Recipe:
 
 
 def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, gpus: int) -> GpuMemory:
-    """An engine with GPUs of its own: the whole model and its share of the keys and values. vLLM takes what it is given."""
+    """An engine on its own GPUs: the whole model and its share of the keys and values. vLLM takes all it is given."""
     size = BYTES[recipe.model.dtype]
     weights = shape.total * size // gpus
     if recipe.rollout.engine.name == "vllm":
@@ -59,7 +59,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, g
 
 
 def fitting_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> tuple[Recipe, GpuMemory]:
-    """The recipe with ``auto`` recomputation decided, and a rank's memory, which may be more than there is."""
+    """The recipe with ``auto`` recomputation decided, and a rank's memory, even if it does not fit."""
     ways = WAYS if recipe.model.gradient_checkpointing == "auto" else (recipe.model.gradient_checkpointing,)
     for way in ways:
         decided = with_checkpointing(recipe, way)
@@ -76,9 +76,10 @@ def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, sa
     if ranks == 1:
         return GpuMemory({use: amount for use, amount in whole.items() if samples or use not in ENGINES} | vllm)
     size = BYTES[recipe.model.dtype]
-    frozen = shape.parameters["vision"] + shape.parameters["audio"] if tower_is_whole(recipe) else 0
-    layer = layer_parameters(shape)
-    root = shape.total - shape.layers * layer - (shape.parameters["vision"] + shape.parameters["audio"])
+    lora, towers = recipe.model.lora, shape.parameters["vision"] + shape.parameters["audio"]
+    frozen = towers if ("vision" not in lora.groups if lora.rank else "vision" in recipe.model.freeze) else 0
+    layer = (shape.parameters["language"] - shape.vocabulary * shape.hidden) // shape.layers
+    root = shape.total - shape.layers * layer - towers
     trained = trained_parameters(recipe, shape)
     spread = whole | {"weights": (shape.total - frozen) * size}
     uses = {use: -(-amount // ranks) for use, amount in spread.items() if use in (*OFFLOADED, "reference model", "critic")}
@@ -89,8 +90,8 @@ def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, sa
         "frozen tower": frozen * size,
         "gathered root and layers": (root + GATHERED_LAYERS * layer) * size,
         "gradients being reduced": (layer if trained > layer else trained) * 4,
-        "activations": stock_activations(rank_share(recipe, ranks), shape),
-        "gathered keys and values": gathered_bytes(rank_share(recipe, ranks), shape),
+        "activations": _stock_activations(_rank_share(recipe, ranks), shape),
+        "gathered keys and values": gathered_bytes(_rank_share(recipe, ranks), shape),
         "logits": head_bytes(recipe, shape),
         "vision tower": -(-tower_bytes(recipe, shape, spread=True) // ranks),
     }
@@ -99,26 +100,13 @@ def rank_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, sa
     return GpuMemory({use: amount for use, amount in uses.items() if amount}, host)
 
 
-def tower_is_whole(recipe: Recipe) -> bool:
-    """True if towers do not learn, so that every rank has them whole."""
-    lora = recipe.model.lora
-    return "vision" not in lora.groups if lora.rank else "vision" in recipe.model.freeze
-
-
-def layer_parameters(shape: ModelShape) -> int:
-    """Parameters of one decoder layer."""
-    return (shape.parameters["language"] - shape.vocabulary * shape.hidden) // shape.layers
-
-
-def rank_share(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe with the prompts that one rank of so many computes, alone or sharing, which bound its micro-batches."""
+def _rank_share(recipe: Recipe, ranks: int) -> Recipe:
     groups = max(1, ranks // recipe.cluster.sequence_parallel)
     prompts = max(recipe.batch.updates_per_epoch, -(-recipe.batch.prompts_per_step // groups))
     return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"prompts_per_step": prompts})})
 
 
-def stock_activations(recipe: Recipe, shape: ModelShape) -> int:
-    """Activations of stock layers, which sharded policies run. What is kept with recomputation is as in fused layers."""
+def _stock_activations(recipe: Recipe, shape: ModelShape) -> int:
     kept = activation_bytes(recipe, shape)
     if recipe.model.dtype == "float32" or recipe.model.gradient_checkpointing is True:
         return kept
@@ -133,9 +121,9 @@ def stock_activations(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def stock_layer_bytes(shape: ModelShape) -> int:
-    """What a stock layer keeps of a token in bfloat16, by what autograd saves; up to 18 % more than Qwen2.5's do.
+    """Bytes that autograd saves of a token in a stock bfloat16 layer; up to 18 % more than Qwen2.5's.
 
-    Its norms' inputs (float32 too) and outputs; queries, keys, values and what was seen, with the norms of Qwen3's heads;
-    and four values of its MLP.
+    Inputs (float32 too) and outputs of norms; queries, keys, values and attention output, with Qwen3's norms of heads; four
+    values of the MLP.
     """
     return 18 * shape.hidden + 10 * (shape.queries + shape.key_values) + 8 * shape.mlp

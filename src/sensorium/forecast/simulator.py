@@ -1,8 +1,16 @@
-"""An engine with continuous batching, in simulated time: rows decode together, and free rows are filled from a queue.
+"""A simulation of a run's schedule: engines with continuous batching, and the learner.
 
-A worked example: two rows of 2 and 5 tokens and one place each. Both take steps of s(2); after two steps the first ends,
-the queue's next group is prefilled, and so on. Between two ends the engine takes as many steps as the shortest row needs.
-So time goes from end to end and not from token to token: 16,000 responses take a second to simulate, however long.
+An engine's rows decode together, and free rows are filled from a queue. For example rows of 2 and 5 tokens: both take steps
+of s(2); after two steps the first ends, the next group is prefilled, and so on. Time advances from end to end, not from
+token to token: 16,000 responses take a second to simulate, however long they are.
+
+    synchronous    play 1 · score 1 · update 1, push · play 2 · …     everything waits for the slowest response
+    one_step_off   play 2 · (update 1, push beside scoring 2) · play 3 · …     engines never sample during an update
+    asynchronous   engines play on while ranks update; a step trains on the oldest complete groups
+
+With staleness S and P groups a step, at most (S + 1)·P groups of an asynchronous run are open, and a step waits until after
+it at most k·P groups must be trained within the next k steps. A push pauses the engines, and open groups continue with the
+new weights. An engine without its own GPU pauses during updates.
 """
 
 import heapq
@@ -20,7 +28,7 @@ SHARING_ROWS = 8  # rows of a group for which a shared prompt is read once
 
 @dataclass
 class PlayedGroup:
-    """A group of episodes on its way: lengths of its responses, and what became of it."""
+    """A group of episodes: lengths of its responses, and their times."""
 
     lengths: list[int]
     began_s: float = 0.0
@@ -36,7 +44,10 @@ class PlayedGroup:
 
 @dataclass
 class Engine:
-    """One engine. ``now_s`` is when its next steps begin; ``busy_s`` counts the seconds in which it computed."""
+    """One engine. ``now_s`` is when its next steps begin; ``busy_s`` the seconds in which it computed.
+
+    ``rows`` is a heap of (step at which the row ends, number, length, group); ``waiting`` are rows without a place yet.
+    """
 
     costs: Costs
     work: StepWork
@@ -44,11 +55,9 @@ class Engine:
     now_s: float = 0.0
     busy_s: float = 0.0
     rows: list[tuple[int, int, int, PlayedGroup]] = field(default_factory=list)
-    """A heap of (step at which the row ends, number, length, its group)."""
     steps: int = 0
     groups: int = 0
     waiting: deque[tuple[int, PlayedGroup]] = field(default_factory=deque)
-    """Rows of groups that have begun and found no place yet."""
     _numbers: int = 0
     _own_tokens: float = 0.0
 
@@ -63,7 +72,7 @@ class Engine:
         return not self.rows
 
     def admit(self, groups: list[PlayedGroup], version: int) -> None:
-        """Prefill groups and begin their rows; those that find no place wait for one."""
+        """Prefill groups and start their rows; those without a place wait."""
         if not groups:
             return
         took = self.costs.prefill(len(groups), self.work)
@@ -82,11 +91,7 @@ class Engine:
     def run_to_next_end(self) -> list[PlayedGroup]:
         """Decode until a row ends; returns the groups that are complete then."""
         ahead = self._steps_ahead()
-        took = ahead * self._step_s()
-        self.now_s += took
-        self.busy_s += took
-        self.steps += ahead
-        self._own_tokens += ahead * len(self.rows)
+        self._advance(ahead, self._step_s())
         complete = []
         while self.rows and self.rows[0][0] <= self.steps:
             _, _, length, group = heapq.heappop(self.rows)
@@ -105,19 +110,21 @@ class Engine:
             self.now_s = max(self.now_s, when_s)
             return
         step_s = self._step_s()
-        ahead = min(self._steps_ahead() - 1, int(max(0.0, when_s - self.now_s) / step_s))
-        self.now_s += ahead * step_s
-        self.busy_s += ahead * step_s
-        self.steps += ahead
-        self._own_tokens += ahead * len(self.rows)
+        self._advance(min(self._steps_ahead() - 1, int(max(0.0, when_s - self.now_s) / step_s)), step_s)
 
     def pause(self, seconds: float) -> None:
-        """Stand still for new weights; what is open is then prefilled again with them."""
+        """Wait for new weights; open rows are then prefilled again with them."""
         self.now_s += seconds
         if self.rows:
             took = self.costs.prefill_tokens(self.groups * self.work.prompt + self._own_tokens)
             self.now_s += took
             self.busy_s += took
+
+    def _advance(self, ahead: int, step_s: float) -> None:
+        self.now_s += ahead * step_s
+        self.busy_s += ahead * step_s
+        self.steps += ahead
+        self._own_tokens += ahead * len(self.rows)
 
     def _fill(self) -> None:
         while self.waiting and len(self.rows) < self.max_rows:
@@ -129,14 +136,14 @@ class Engine:
         return self.rows[0][0] - self.steps
 
     def _step_s(self) -> float:
-        """Seconds of a step at the mean context until the next end; a group's prompt is read once for eight rows."""
+        # At the mean context until the next end; a group's prompt is read once for eight rows.
         prompts = max(self.groups, len(self.rows) / SHARING_ROWS)
         own = self._own_tokens + len(self.rows) * self._steps_ahead() / 2
         return self.costs.decode_step(len(self.rows), prompts * self.work.prompt + own)
 
 
 def play(engines: list[Engine], groups: Iterable[PlayedGroup], version: int = 0) -> float:
-    """Play all groups, dealt out in turn, and return when the last one ends."""
+    """Play all groups, distributed in turn, and return when the last one ends."""
     dealt: list[list[PlayedGroup]] = [[] for _ in engines]
     for i, group in enumerate(groups):
         dealt[i % len(engines)].append(group)
@@ -147,25 +154,16 @@ def play(engines: list[Engine], groups: Iterable[PlayedGroup], version: int = 0)
     return max(engine.now_s for engine in engines)
 
 
-# synchronous play 1 · score 1 · update 1, push · play 2 · … everybody waits for the slowest response one_step_off play
-# 2 · (update 1, push beside scoring 2) · play 3 · … as trainer/schedules.py does it: engines never sample while an
-# update is in flight asynchronous engines play on while ranks update; a step trains on complete groups, the oldest
-# first. With staleness S and P groups a step, at most (S + 1)·P groups are open, and a step waits until after it at
-# most k·P groups must be trained within the next k steps. A push pauses the engines, and what is open goes on with the
-# new weights. An engine that has no GPU of its own stands still during updates.
-
-
 ScheduleName = Literal["synchronous", "one_step_off", "asynchronous"]
 SCHEDULES: tuple[ScheduleName, ...] = ("synchronous", "one_step_off", "asynchronous")
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Who does what: ``engines`` of ``engine_gpus`` GPUs each, and ranks of the learner.
+    """How GPUs are divided: ``engines`` of ``engine_gpus`` GPUs each, and ranks of the learner.
 
-    ``apart``: engines and ranks have GPUs of their own; else one GPU does both, in turn, with one set of weights.
-    ``sequence_parallel`` ranks share the tokens of each micro-batch. ``check_s`` is what follows a push: vLLM is held
-    against the policy.
+    ``apart``: engines and ranks have their own GPUs; else one GPU does both in turn. ``sequence_parallel`` ranks share the
+    tokens of each micro-batch. ``check_s``: the comparison of vLLM with the policy after a push.
     """
 
     engines: int = 1
@@ -189,10 +187,9 @@ class Deployment:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """Means over the steps of a run, in seconds a step. ``rollout_s`` to ``other_s`` are what each part takes by itself.
+    """Means over the steps of a run, in seconds per step; ``rollout_s`` to ``other_s`` are each part's own time.
 
-    ``engines_busy`` and ``learners_busy`` are shares of the time. ``stale_mean`` and ``stale_max`` count the updates
-    between a group's first token and its training.
+    ``engines_busy`` and ``learners_busy`` are shares. Staleness: updates between a group's first token and its training.
     """
 
     step_s: float
@@ -214,12 +211,14 @@ def simulate(
 ) -> SimulatedRun:
     """Simulate so many steps; of an asynchronous run, after those in which it fills up."""
     run = _Run(sampling, learning, work, plan, seed)
-    return run.asynchronous(steps) if plan.schedule == "asynchronous" else run.in_turn(steps)
+    if plan.schedule == "asynchronous":
+        return _Asynchronous(run, steps, filling=plan.staleness + 2).result()
+    return run.in_turn(steps)
 
 
 @dataclass
 class _Update:
-    """An update's seconds: computing, and what gathering weights and reducing gradients takes beside it."""
+    """An update's seconds: computing, and beside it gathering weights and reducing gradients."""
 
     computing_s: float
     gathering_s: float
@@ -239,17 +238,13 @@ class _Run:
         self.other_s = learning.other(work.episodes)
 
     def groups(self, step: int) -> list[PlayedGroup]:
-        """The groups of a step with lengths of their own."""
         return [PlayedGroup(row) for row in self.work.lengths(self.work.prompts, self.seed + step).tolist()]
 
     def engines(self) -> list[Engine]:
         return [Engine(self.sampling, self.work, self.plan.max_rows) for _ in range(self.plan.engines)]
 
     def update(self, groups: list[PlayedGroup]) -> _Update:
-        """All updates of a step: groups go to ranks by their cost, and the fullest rank decides.
-
-        Ranks that share tokens compute equal parts of their groups, and wait for each other's keys and values.
-        """
+        """All updates of a step: the rank with most work decides; ranks that share tokens exchange keys and values."""
         work, ranks, sharing = self.work, self.plan.learners, self.plan.sequence_parallel
         found = _Update(0.0, 0.0)
         for part in np.array_split(np.arange(len(groups)), work.updates):
@@ -261,7 +256,7 @@ class _Run:
         return found
 
     def in_turn(self, steps: int) -> SimulatedRun:
-        """Synchronous, or one step off: phases follow each other, so every step is a sum."""
+        """Synchronous, or one step off: phases follow each other, so a step's time is a sum."""
         off = self.plan.schedule == "one_step_off"
         rows = []
         for step in range(steps):
@@ -290,13 +285,9 @@ class _Run:
             stale_max=int(off),
         )
 
-    def asynchronous(self, steps: int) -> SimulatedRun:
-        """Engines and learner side by side, event by event: a row's end, a group's score, an update's end."""
-        return _Asynchronous(self, steps, filling=self.plan.staleness + 2).result()
-
 
 class _Asynchronous:
-    """The state of an asynchronous run. Events are (time, number, what), taken in order of time."""
+    """An asynchronous run. Events, in order of time: a row's end, a group's score, an update's end."""
 
     def __init__(self, run: _Run, steps: int, filling: int) -> None:
         self.run, self.steps, self.filling = run, steps + filling, filling
@@ -306,15 +297,15 @@ class _Asynchronous:
         self.scored: list[PlayedGroup] = []
         self.coming: dict[int, PlayedGroup] = {}
         self.drawn: list[PlayedGroup] = []
-        self.open: Counter[int] = Counter()  # groups that are begun and in no step yet, by the version they began with
+        self.open: Counter[int] = Counter()  # groups that are not in a step yet, by their first version
         self.draws = self.begun = self.trained = self.version = 0
         self.updating: tuple[list[PlayedGroup], _Update] | None = None
-        self.pushed_s = 0.0  # when the last push is over, in which the learner has a part
+        self.pushed_s = 0.0  # when the last push is over
         self.ends: list[float] = []
         self.ages: list[int] = []
         self.written: list[int] = []
         self.computed: list[_Update] = []
-        self.epochs = [0] * len(self.engines)  # events of an engine that was paused since are void
+        self.epochs = [0] * len(self.engines)  # a pause voids an engine's earlier events
 
     def result(self) -> SimulatedRun:
         for index in range(len(self.engines)):
@@ -352,10 +343,10 @@ class _Asynchronous:
         heapq.heappush(self.events, (when, self.numbers, what, index, epoch))
 
     def _feed(self, index: int) -> None:
-        """Begin groups on an engine as far as it has room and the bound of staleness allows, and say when it ends a row."""
+        """Start groups on an engine within its room and the staleness bound, and schedule the end of its next row."""
         engine, plan, work = self.engines[index], self.run.plan, self.run.work
         bound = (plan.staleness + 1) * work.prompts - (self.begun - self.trained)
-        share = -(-(plan.staleness + 1) * work.prompts // len(self.engines))  # so that the first engine does not take all
+        share = -(-(plan.staleness + 1) * work.prompts // len(self.engines))  # for the other engines
         count = max(0, min(engine.room // work.group, bound, share - engine.groups))
         if count:
             engine.admit([self._draw() for _ in range(count)], self.version)
@@ -372,13 +363,12 @@ class _Asynchronous:
 
     def _row_ended(self, index: int) -> None:
         for group in self.engines[index].run_to_next_end():
-            self.numbers += 1
-            self.coming[self.numbers] = group
-            heapq.heappush(self.events, (group.ended_s + self.run.plan.scoring_s, self.numbers, "scored", self.numbers, 0))
+            self.coming[self.numbers + 1] = group
+            self._push_event(group.ended_s + self.run.plan.scoring_s, "scored", self.numbers + 1)
         self._feed(index)
 
     def _begin_update(self, now: float) -> None:
-        """Train on the oldest complete groups, if there are enough and none of the others would grow too old by it."""
+        """Train on the oldest complete groups, if there are enough and no other group would grow too old."""
         wanted = self.run.work.prompts
         if self.updating is not None or len(self.scored) < wanted:
             return
@@ -399,7 +389,6 @@ class _Asynchronous:
         self._push_event(begins + busy, "updated")
 
     def _pause(self, now: float, seconds: float) -> None:
-        """Engines stand still; then they begin what they may."""
         for index, engine in enumerate(self.engines):
             self.epochs[index] += 1
             engine.run_until(now)
@@ -407,7 +396,6 @@ class _Asynchronous:
             self._feed(index)
 
     def _updated(self, now: float) -> None:
-        """New weights: engines stand still until they have them."""
         assert self.updating is not None
         groups, update = self.updating
         self.updating = None
@@ -423,7 +411,7 @@ class _Asynchronous:
 
 
 def _fullest(groups: list[PlayedGroup], prompt: int, ranks: int) -> tuple[int, int]:
-    """Groups and written tokens of the rank with most to do, when the costliest go first to the rank with the least."""
+    """Groups and written tokens of the rank with most work, if the costliest groups go first to the least loaded rank."""
     loads = [(0, rank, 0, 0) for rank in range(ranks)]
     for cost, written in sorted(((prompt + group.written, group.written) for group in groups), reverse=True):
         load, rank, count, tokens = loads[0]
