@@ -51,7 +51,7 @@ studies: .venv/tutorial
 	.venv_scale/bin/python studies/engines.py
 
 docs: .venv/installed
-	$(BIN)/python -m sensorium.recipe.reference_page > docs/reference/recipe.md
+	$(BIN)/python tools/recipe_page.py > docs/reference/recipe.md
 	$(BIN)/python tools/cli_page.py > docs/reference/cli.md
 
 bench: .venv/bench
