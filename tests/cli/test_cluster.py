@@ -113,7 +113,7 @@ def test_a_run_of_one_process_goes_on_or_was_killed(run: Path, capsys: pytest.Ca
     held_by(run, ended.pid)
     code, told = status(run, capsys)
     assert code == 1
-    assert "is gone and did not say how the run ended: it was killed" in told
+    assert "is gone and did not record how the run ended: it was killed" in told
     assert "the same command" in told
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from sensorium.cli.main import main
-from sensorium.cli.show import drawn, usual_way
+from sensorium.cli.play import drawn, usual_way
 
 RECIPE = """\
 name: mine

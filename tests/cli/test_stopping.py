@@ -96,7 +96,7 @@ def test_a_terminated_run_says_how_to_go_on_and_can_be_gone_on_with(tmp_path: Pa
 
 SCORING = """\
 import gc, os, signal
-from sensorium.cli.train import stopping_in_order
+from sensorium.cli.main import stopping_in_order
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.scorer import score_groups
 from sensorium.vocabulary import Episode, Group, Status, Task
@@ -138,10 +138,10 @@ def test_a_signal_in_the_middle_of_scoring_is_followed_by_no_traceback_where_int
 LINGERING = """\
 import time
 from concurrent.futures import ThreadPoolExecutor
-from sensorium.cli import train
-train.LINGER_S = 0.2
+from sensorium.cli import main
+main.LINGER_S = 0.2
 ThreadPoolExecutor(1, thread_name_prefix="of_a_reward").submit(time.sleep, 3600)
-train.end_without_hung_threads(3)
+main.end_without_hung_threads(3)
 """
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.cli.train import stopping_in_order
+from sensorium.cli.main import stopping_in_order
 from sensorium.cluster.event_loop import run_async
 
 

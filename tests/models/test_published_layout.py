@@ -186,7 +186,7 @@ def test_where_the_source_is_gone_it_is_said_what_was_written_instead(tmp_path: 
     (note,) = export(checkpoint, tmp_path / "out")
     assert note.startswith("ATTENTION")
     assert "is gone" in note
-    assert "as it lies in the run" in note
+    assert "as it is in the run" in note
     assert (tmp_path / "out" / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
     export(checkpoint, tmp_path / "named", layout=str(tmp_path / "moved"))
     assert (tmp_path / "named" / "config.json").read_bytes() == (tmp_path / "moved" / "config.json").read_bytes()

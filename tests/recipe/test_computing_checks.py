@@ -1,13 +1,10 @@
 """The dry run refuses what matched precision cannot compute and says what has no fast path, without torch."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sensorium.models.tiny import make_tiny
-from sensorium.recipe.plan import computing_notes
+from sensorium.recipe.checks import computing_notes
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.errors import RecipeError
 
@@ -53,24 +50,6 @@ def test_moments_in_8_bits_are_refused_where_the_learner_is_spread() -> None:
     assert not list(computing_notes(recipe("qwen3_vl", optimizer={"moments": "8-bit"})))
     with pytest.raises(RecipeError, match=r"8-bit.*spread over ranks.*bfloat16"):
         list(computing_notes(recipe("qwen3_vl", optimizer={"moments": "8-bit"}, cluster={"learners": 2})))
-
-
-def test_adapters_are_said_to_keep_few_rows_from_weights_in_12_bits(tmp_path: Path) -> None:
-    config = json.loads((make_tiny("qwen2_5_vl", tmp_path / "tiny") / "config.json").read_text())
-    sizes = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
-    for section in (config, config.get("text_config", {})):
-        section.update({name: size for name, size in sizes.items() if name in section})
-    (tmp_path / "large").mkdir()
-    (tmp_path / "large" / "config.json").write_text(json.dumps(config))
-
-    def notes(**model: object) -> list[str]:
-        path = {"path": str(tmp_path / "large"), "dtype": "bfloat16"}
-        return list(computing_notes(recipe("qwen2_5_vl", model={**path, **model})))
-
-    assert ["since layers have adapters" in note for note in notes(lora={"rank": 8})] == [True]
-    assert not notes()
-    assert not notes(lora={"rank": 8}, device="cpu")
-    assert not list(computing_notes(recipe("qwen2_5_vl", model={"path": "tiny:qwen2_5_vl", "lora": {"rank": 8}})))
 
 
 def test_a_frozen_tower_whose_projector_learns_spares_nothing_and_the_dry_run_says_so() -> None:

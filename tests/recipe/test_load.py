@@ -172,8 +172,8 @@ def test_what_is_wrong_in_the_file_is_named_with_its_line(text: str, said: str) 
         (f"tasks.train.0.options.size={10**30}", "a whole number of at most 62 bits"),
         (f"steps={10**30}", "'steps' is 1000000000000000000000000000000; it must be at most 1,000,000,000,000."),
         (f"batch.prompts_per_step={10**9}", "episodes a step; a step has at most 1,000,000."),
-        ("optimizer.lr=1e-320", "a number here lies between 1e-30 and 1e+30, or is 0."),
-        ("logging.episodes_gib=1e308", "a number here lies between"),
+        ("optimizer.lr=1e-320", "a number here must be between 1e-30 and 1e+30, or is 0."),
+        ("logging.episodes_gib=1e308", "a number here must be between"),
         ("batch.group_size=[", "override 'batch.group_size=[': not valid YAML"),
     ],
 )
@@ -216,7 +216,10 @@ def test_unknown_names_are_refused_with_the_nearest(override: str, said: str) ->
         (["batch.group_size=1", "algorithm.advantage.name=rloo"], "rloo compares the episodes of a group"),
         (["selection.max_rounds=3"], "max_rounds 3 does nothing: only dynamic sampling draws in rounds"),
         (["selection={dynamic: true, variance_share: 0.5}"], "variance_share drops some of them again. Keep one"),
-        (["selection.dynamic=true", "batch.group_size=1", "algorithm.advantage.name=gae"], "none would ever have signal"),
+        (
+            ["selection.dynamic=true", "batch.group_size=1", "algorithm.advantage.name=gae"],
+            "a group of one never has signal",
+        ),
         (["selection.variance_share=0.5", "batch.group_size=1", "algorithm.advantage.name=gae"], "never vary"),
         (["batch.updates_per_epoch=3"], "updates_per_epoch 3 does not divide prompts_per_step 4"),
         (["logging.generations=8", "evaluation.every=2"], "Add wandb to it"),
@@ -243,7 +246,7 @@ def test_unknown_names_are_refused_with_the_nearest(override: str, said: str) ->
         (["optimizer.group_lr.vision=0"], "must be above 0"),
         (["optimizer.betas=[0.9, 1.0]"], "both betas must lie in [0, 1)"),
         (["algorithm.loss.aggregation_constant=64"], "aggregation_constant 64.0 does nothing"),
-        (["rewards.terms.1.name=exact"], "the term 'exact' stands twice"),
+        (["rewards.terms.1.name=exact"], "the term 'exact' occurs twice"),
         (["rewards.terms.0.weight=0", "rewards.terms.1.weight=0"], "every term has weight 0"),
     ],
 )
@@ -335,12 +338,12 @@ def test_kinds_of_sampling_that_are_not_supported_say_why(key: str, says: str) -
 def test_they_say_so_wherever_sampling_is_looked_for(place: str) -> None:
     with pytest.raises(RecipeError, match=r"min_p' is not supported: the engine truncates by rollout\.top_p") as error:
         load_recipe("shapes", [f"{place.format('min_p')}=0.1"])
-    assert ("Options of sampling stand in the section rollout." in str(error.value)) == (place == "{}")
+    assert ("Sampling options belong in the section rollout." in str(error.value)) == (place == "{}")
 
 
 def test_options_of_sampling_at_the_top_are_told_where_they_belong() -> None:
     with pytest.raises(
-        RecipeError, match=r"unknown key 'top_p': options of sampling stand in rollout; write rollout\.top_p\."
+        RecipeError, match=r"unknown key 'top_p': sampling options belong in rollout; write rollout\.top_p\."
     ):
         load_recipe("shapes", ["top_p=0.9"])
 
@@ -372,4 +375,4 @@ def test_modules_of_the_users_own_are_found_beside_the_recipe(tmp_path: Path, mo
     monkeypatch.setattr(sys, "path", [*sys.path])
     recipe = load_recipe("mine/own.yaml")
     assert resolve("reward", recipe.rewards.terms[0].name).name == "brief"
-    assert "looked for beside the recipe" in refused("rewards.terms.0.name=not_beside_it:Brief")
+    assert "beside the recipe" in refused("rewards.terms.0.name=not_beside_it:Brief")

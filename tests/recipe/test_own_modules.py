@@ -48,7 +48,7 @@ def test_another_module_of_the_name_is_told_and_a_loaded_one_is_refused(
         warnings.simplefilter("error")
         look_where_found(run, RECIPE)
     sys.path.insert(0, str(shadow))
-    with pytest.warns(UserWarning, match=f"'paid_lately' is taken from '{shadow}'.*found it in '{mine}'"):
+    with pytest.warns(UserWarning, match=f"'paid_lately' is loaded from '{shadow}'.*found it in '{mine}'"):
         look_where_found(run, RECIPE)
     refuse_loaded_elsewhere(run, RECIPE)  # it is not loaded
     __import__("paid_lately")

@@ -254,7 +254,7 @@ def test_what_cannot_be_trained_on_is_on_record_and_replaced(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.correction.weights=none"], "older policies wrote"),
+        (["algorithm.correction.weights=none"], "of older policies"),
         (["rollout.schedule=lockstep"], "set rollout.schedule: eager"),
         (["selection.dynamic=true"], "the groups that are complete"),
         (["algorithm.advantage.name=remax"], "a greedy episode of the same weights"),
@@ -269,7 +269,7 @@ def test_what_it_cannot_be_used_with_is_refused(overrides: list[str], said: str,
 def test_the_plan_says_what_is_given_up(tmp_path: Path) -> None:
     plan = make_plan(streamed(tmp_path / "run"))
     assert "Given up: bit-exact repetition" in plan.schedule
-    assert "stands still" in plan.schedule
+    assert "native engine" in plan.schedule
     assert not plan.deterministic
 
 

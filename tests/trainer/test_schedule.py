@@ -117,7 +117,7 @@ def test_a_run_that_ends_early_records_what_it_played_ahead(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm.correction.weights=none"], "an older policy wrote"),
+        (["algorithm.correction.weights=none"], "of older policies"),
         (["checkpoint.best=reward/mean"], "may be best anywhere"),
     ],
 )

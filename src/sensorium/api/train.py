@@ -128,7 +128,7 @@ def _after_interrupt(directory: Path) -> str:
 
 def _console(recipe: Recipe) -> list[Watcher]:
 
-    from sensorium.cli.show import show_plan
+    from sensorium.cli.dry_run import show_plan
     from sensorium.report.console import ConsoleWatcher
     from sensorium.report.terminal import Terminal
 
@@ -209,7 +209,7 @@ def evaluate(
 
     if not show:
         return Evaluation(play(None), folder)
-    from sensorium.cli.show import say
+    from sensorium.report.terminal import say
 
     console = Terminal()
     with suppress(OSError, ValueError):  # as in ``EvaluationBar``

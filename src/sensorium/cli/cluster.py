@@ -7,10 +7,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from sensorium.cli.show import say
 from sensorium.recipe.plan import placed_processes
 from sensorium.recipe.yaml import read_yaml
-from sensorium.report.terminal import Terminal
+from sensorium.report.terminal import Terminal, say
 from sensorium.runs.process_table import ProcessRow, RunProcesses, alive, process_state, read_processes
 from sensorium.runs.run_directory import RunDirectory, said_holder
 from sensorium.vocabulary.errors import RecordError
@@ -25,7 +24,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the status of a run's processes; 1 if any that should live is gone, or the run ended before its last step."""
+    """Print the status of a run's processes; 1 if one is missing, or the run ended before its last step."""
     directory = arguments.directory
     if not (directory / "recipe.yaml").exists():
         raise RecordError(f"'{directory}' holds no run: give the directory that 'sensorium train' wrote.")
@@ -34,33 +33,27 @@ def run(arguments: Namespace) -> int:
         text, code = _without_processes(directory)
         say(text, console)
         return code
-    table = Table("part", "pid", "state", "does", "weights", "restarts", title=headline(found))
+    table = Table("part", "pid", "state", "does", "weights", "restarts", title=_headline(found))
     for row in found.rows:
         version = "" if row.version < 0 else str(row.version)
-        table.add_row(row.part, str(row.pid or ""), state(row, found), row.does, version, str(row.restarts))
+        table.add_row(row.part, str(row.pid or ""), _state(row, found), row.does, version, str(row.restarts))
     console.print(table)
     if problem := _early_end(found):
         say(problem, console)
         say(RunDirectory(directory).how_to_continue(), console)
-    return int(bool(problem) or (not found.ended and any(state(row, found) == "gone" for row in found.rows)))
+    return int(bool(problem) or (not found.ended and any(_state(row, found) == "gone" for row in found.rows)))
 
 
 def _early_end(found: RunProcesses) -> str:
-    """What ended a run before it was finished; empty if it goes on or is finished."""
     if found.end is not None:
-        texts = {
-            "finished": "",
-            "stopped": "The run was stopped before its end.",
-            "failed": f"The run failed: {found.end.cause}",
-        }
-        return texts[found.end.how]
-    gone = [row.pid for row in found.rows if row.part == "driver" and state(row, found) == "gone"]
-    how = "did not say how the run ended: it was killed, stopped while it started, or could not write (a full disk)"
+        texts = {"finished": "", "stopped": "The run was stopped before its end."}
+        return texts.get(found.end.how, f"The run failed: {found.end.cause}")
+    gone = [row.pid for row in found.rows if row.part == "driver" and _state(row, found) == "gone"]
+    how = "did not record how the run ended: it was killed, stopped while it started, or could not write (a full disk)"
     return f"The driver, process {gone[0]}, is gone and {how}." if gone else ""
 
 
-def _other_driver(directory: Path, found: RunProcesses) -> bool:
-    """Whether the run was begun anew or resumed since, by a process that lives and has not written yet."""
+def _other_driver(directory: Path, found: RunProcesses) -> bool:  # started since, and nothing written yet
     holder = said_holder(directory)
     if holder is None or holder[1] != socket.gethostname() or not alive(holder[0]):
         return False
@@ -68,31 +61,27 @@ def _other_driver(directory: Path, found: RunProcesses) -> bool:
 
 
 def _without_processes(directory: Path) -> tuple[str, int]:
-    """What is to say of a run that has not written of its processes, and the exit code."""
     recipe, _ = read_yaml((directory / "recipe.yaml").read_text(), str(directory / "recipe.yaml"))
     parts = placed_processes(recipe) if isinstance(recipe, dict) else ()
     holder, listed = said_holder(directory), ", ".join(parts)
+    again = RunDirectory(directory).how_to_continue()
     if not parts:
         text = (
             f"'{directory}' is a run of one process: learner and engine are the driver's own, and there is nothing beside "
             "it. cluster.learners, cluster.engines or rollout.engine: process give it others."
         )
-        if holder is None:  # it let go of the run directory when it ended
+        if holder is None:  # it released the run directory when it ended
             return text, 0
         if holder[1] != socket.gethostname() or alive(holder[0]):
             return f"{text}\nIt goes on: process {holder[0]} on {holder[1]}.", 0
-        gone = f"Its process, {holder[0]}, is gone and did not say how the run ended: it was killed."
-        return f"{text}\n{gone}\n{RunDirectory(directory).how_to_continue()}", 1
+        gone = f"Its process, {holder[0]}, is gone and did not record how the run ended: it was killed."
+        return f"{text}\n{gone}\n{again}", 1
     if holder is None or (holder[1] == socket.gethostname() and not alive(holder[0])):
-        return (
-            f"'{directory}' ended before its processes were up ({listed}).\n{RunDirectory(directory).how_to_continue()}",
-            1,
-        )
+        return f"'{directory}' ended before its processes were up ({listed}).\n{again}", 1
     return f"'{directory}' starts: process {holder[0]} on {holder[1]} waits for its processes to be up ({listed}).", 0
 
 
-def headline(found: RunProcesses) -> str:
-    """Where the run is and when it last said so."""
+def _headline(found: RunProcesses) -> str:
     age = time.time() - found.written
     late = " (late: it hangs, or was killed)" if age > LATE_S and not found.ended else ""
     what = f"last heartbeat {age:.0f} s ago{late}"
@@ -101,8 +90,7 @@ def headline(found: RunProcesses) -> str:
     return f"step {found.step}{f' of {found.steps}' if found.steps else ''} on {found.host}, {what}"
 
 
-def state(row: ProcessRow, found: RunProcesses) -> str:
-    """Whether a process lives, as far as that can be seen from here."""
+def _state(row: ProcessRow, found: RunProcesses) -> str:
     if found.ended:
         return "ended"
     if row.lost:

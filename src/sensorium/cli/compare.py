@@ -4,8 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from sensorium.cli.show import say
-from sensorium.report.terminal import Terminal
+from sensorium.report.terminal import Terminal, say
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -3,19 +3,19 @@
 import shutil
 from argparse import ArgumentParser, Namespace
 
-from sensorium.cli.show import say, show_dry_run, show_plan
+from sensorium.cli.dry_run import show_dry_run, show_plan
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import read_yaml
 from sensorium.report.page import write_report
 from sensorium.report.tables import comparison_table
-from sensorium.report.terminal import Terminal
+from sensorium.report.terminal import Terminal, say
 from sensorium.runs.run_directory import RunDirectory, lock_run
 
 INTRO = (
     "A tiny Qwen-VL model looks at pictures of coloured shapes and answers questions about them. It knows the form of an "
-    "answer, but is often wrong. Nobody tells it what to say: it tries each question several times, and answers that are "
-    "paid better than its others become more likely.\n"
+    "answer, but is often wrong. Nobody shows it the right answers: it tries each question several times, and answers with "
+    "a higher reward than its others become more likely.\n"
 )
 
 
@@ -58,7 +58,6 @@ def run(arguments: Namespace) -> int:
 
 
 def _clear_earlier(recipe: Recipe) -> None:
-    """Make room for this demo: an earlier demo's own run directory is taken away, and nothing else."""
     directory = RunDirectory(recipe.directory)
     if directory.exists():
         earlier, _ = read_yaml(directory.recipe.read_text(), str(directory.recipe))

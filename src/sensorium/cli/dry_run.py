@@ -1,6 +1,6 @@
-"""What a dry run looks at beside the recipe: data are opened, first rows read, terms built, names found, the model checked.
+"""The dry run: the resolved recipe, its plan, and what opening its data, terms, names and model finds; nothing is spent.
 
-torch is loaded only to check a checkpoint that is on this disk; models that are shipped or made on the spot need no check.
+torch is loaded only to check a checkpoint that is on this disk; shipped and generated models need no check.
 """
 
 from collections import Counter
@@ -9,15 +9,22 @@ from importlib import import_module
 from inspect import signature
 from shlex import quote
 
+from rich.console import Console
+from rich.syntax import Syntax
+
 from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unanswered, unfound
 from sensorium.data.media_store import MediaStore
-from sensorium.data.mixture import TaskSource, TaskStream, bounded
+from sensorium.data.mixture import TaskSource, TaskStream, a_few, bounded, make_sources
 from sensorium.data.planner import make_planner, without_history
-from sensorium.recipe.checks import cluster_notes, gpus_seen
+from sensorium.recipe.algorithm_checks import cautions
+from sensorium.recipe.checks import cluster_notes, computing_notes, gpus_seen
+from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.names import build, resolve, table, wrong_options
-from sensorium.recipe.plan import computing_notes
+from sensorium.recipe.plan import TOWER, Plan, for_tasks, make_plan
 from sensorium.recipe.schema import Recipe, SourceSection
-from sensorium.recipe.shape import is_ours
+from sensorium.recipe.shape import IncompleteConfig, is_ours
+from sensorium.report.tables import disk_note, plan_table
+from sensorium.report.terminal import say
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
@@ -28,62 +35,117 @@ from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError,
 from sensorium.vocabulary.task import Task
 
 ROWS = 8
-ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}
-"""Modules that say, without torch, what of a recipe an engine cannot do."""
+ENGINE_CHECKS = {"vllm": "sensorium.engines.vllm.recipe_checks"}  # what an engine cannot do, checked without torch
 
 
-def check_model(recipe: Recipe, path: str = "") -> list[str]:
-    """Refuse a checkpoint that a run would refuse, without reading its weights; returns what was not checked."""
-    if is_ours(path or recipe.model.path):
-        return []
-    from sensorium.models.checkpoint_check import check_checkpoint
+def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model: str = "", named: str = "RECIPE") -> None:
+    """Print the resolved recipe, its plan, and what was found; what a run would refuse is refused.
 
-    return check_checkpoint(recipe.model, path)
+    ``model`` replaces the recipe's own, and ``named`` is how a command names the recipe.
+    """
+    ours = is_ours(model or recipe.model.path)
+    found: list[str] = []
+    if not ours:
+        from sensorium.models.checkpoint_check import check_checkpoint
+
+        found = check_checkpoint(recipe.model, model)
+    seen: list[Task] = []
+    lines = list(look_at(recipe, train=train, named=named, seen=seen))
+    text = dump_recipe(recipe)
+    if console.is_terminal:
+        console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
+    else:
+        say(text, console)
+    planned = recipe
+    if model not in ("", recipe.model.path):  # the revision of a hub id belongs to the recipe's own model
+        section = recipe.model.model_copy(update={"path": model, "revision": ""})
+        planned = recipe.model_copy(update={"model": section})
+    plan = for_tasks(_plan(planned), seen)
+    console.print(plan_table(plan))
+    console.print()
+    short = [disk_note(recipe, plan)] if train else []
+    if train and not is_ours(recipe.model.path):
+        from sensorium.assembly.memory import memory_note
+
+        short.append(memory_note(recipe, plan))
+    for caution in [*cautions(recipe), *found, *filter(None, short)]:
+        console.print(caution, style="yellow", markup=False, highlight=False)
+    for line in lines:
+        say(line, console)
+
+
+def show_plan(recipe: Recipe, console: Console) -> None:
+    """Print the resolved numbers of a run. If tasks cannot be read, the run itself reports why."""
+    plan = _plan(recipe)
+    console.print(plan_table(for_tasks(plan, read_a_few(recipe)[0]) if TOWER in plan.memory else plan))
+    console.print()
+
+
+def _plan(recipe: Recipe) -> Plan:
+    try:
+        return make_plan(recipe)
+    except IncompleteConfig:
+        from sensorium.models.load_chat import read_config
+
+        model = recipe.model
+        return make_plan(recipe, read_config(model.path, model.family, model.revision, weights=False).config.to_dict())
+
+
+def read_a_few(recipe: Recipe) -> tuple[list[Task], str]:
+    """Two tasks of every source, to see which media they have; none and the reason, if those of one cannot be read."""
+    tasks: list[Task] = []
+    for where, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
+        try:
+            for i, source in enumerate(make_sources(sections, MediaStore(), where)):
+                if not (found := a_few([source], each=2)):
+                    return [], f"{where}.{i}: the rows that were tried are bad; sensorium validate names them"
+                tasks += found
+        except (SensoriumError, TypeError) as error:  # the latter of a source without a length
+            return [], str(error)
+    return tasks, ""
 
 
 def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE", seen: list[Task] | None = None) -> Iterator[str]:
-    """Open what a recipe names and say what was found, a line each; what a run would refuse of it is refused here.
+    """Open what a recipe names and report what was found, a line each; what a run would refuse is refused here.
 
-    Of each source only the first rows are read, and no prompt is measured: ``sensorium validate`` does both for all.
-    Without ``train`` only what an evaluation needs is looked at. ``named`` is how a command names the recipe.
-    The tasks that were read are added to ``seen``.
+    Reads the first rows of each source and measures no prompt: ``sensorium validate`` does both for all. Without ``train``
+    only what an evaluation needs is checked. The tasks that were read are added to ``seen``.
     """
     seen = [] if seen is None else seen
+    cluster, section = recipe.cluster, recipe.tasks
     find_names(recipe)
-    engine = recipe.rollout.engine.name
-    if engine in ENGINE_CHECKS:
-        yield from import_module(ENGINE_CHECKS[engine]).look_at(recipe)
+    if recipe.rollout.engine.name in ENGINE_CHECKS:
+        yield from import_module(ENGINE_CHECKS[recipe.rollout.engine.name]).look_at(recipe)
     yield from computing_notes(recipe)
     terms, unknown = _build_terms(recipe)
     if unknown:
         yield unknown
-    if train and recipe.cluster.placement == "ray":
+    if train and cluster.placement == "ray":
         refuse_without_ray()
-        if problem := unfound() if recipe.cluster.address == "auto" else unanswered(recipe.cluster.address):
+        if problem := unfound() if cluster.address == "auto" else unanswered(cluster.address):
             yield (
-                f"cluster.address '{recipe.cluster.address}' does not answer from here: {problem}. A run from here would "
+                f"cluster.address '{cluster.address}' does not answer from here: {problem}. A run from here would "
                 "be refused; one from another machine may not be."
             )
-        elif recipe.cluster.address == "auto" and (found := found_cluster()):
+        elif cluster.address == "auto" and (found := found_cluster()):
             yield found
     if train:
         yield from cluster_notes(recipe, gpus=gpus_seen())
-    if train and recipe.cluster.environments and recipe.cluster.hang_s >= recipe.rollout.environment_deadline_s:
+    if train and cluster.environments and cluster.hang_s >= recipe.rollout.environment_deadline_s:
         yield (
-            f"cluster.hang_s is {recipe.cluster.hang_s:g}, and rollout.environment_deadline_s "
+            f"cluster.hang_s is {cluster.hang_s:g}, and rollout.environment_deadline_s "
             f"{recipe.rollout.environment_deadline_s:g}: episodes of a worker that hangs fail by that first, and are not "
             "rolled again. Set hang_s below it."
         )
-    if train and recipe.cluster.rewards:
+    if train and cluster.rewards:
         placeable(recipe.rewards, [term for term, _ in terms])
     if train:
         sources: list[TaskSource] = []
-        few = yield from _look_at_sources(recipe, recipe.tasks.train, "tasks.train", named, sources)
+        few = yield from _look_at_sources(recipe, section.train, "tasks.train", named, sources)
         seen += few
-        weights = [section.weight for section in recipe.tasks.train]
-        section = recipe.tasks
+        weights = [source.weight for source in section.train]
         stream = TaskStream(sources, weights, seed=recipe.seed, shuffle=section.shuffle, on_bad_row=section.on_bad_row)
-        make_planner(recipe.tasks.planner, stream, MediaStore())
+        make_planner(section.planner, stream, MediaStore())
         refuse_without_demonstrations(recipe, few)
         yield from start_notes(recipe, few)
         if recipe.steps and (problem := without_answer(terms, few)):
@@ -91,21 +153,21 @@ def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE", seen: 
             if all(task.answer is None for task in few) and without_answer(weighty, few):
                 raise TaskError(f"tasks.train: {problem}")
             yield f"tasks.train: {problem}"
-    held_out = yield from _look_at_sources(recipe, recipe.tasks.evaluate, "tasks.evaluate", named)
+    held_out = yield from _look_at_sources(recipe, section.evaluate, "tasks.evaluate", named)
     seen += held_out
     if problem := without_answer(terms, held_out):
         yield f"tasks.evaluate: {problem}"
 
 
 def find_names(recipe: Recipe) -> None:
-    """Names of the user's own are imported; shipped ones are in the table, and importing them would load torch."""
+    """Import names of the user's own; shipped ones are in the table, and importing them would load torch."""
+    engine = recipe.rollout.engine
     named = [("advantage", recipe.algorithm.advantage.name, "algorithm.advantage.name")]
     named += [("loss", recipe.algorithm.loss.name, "algorithm.loss.name")]
-    named += [("engine", recipe.rollout.engine.name, "rollout.engine.name")]
+    named += [("engine", engine.name, "rollout.engine.name")]
     for kind, name, place in named:
         if name not in table(kind):
             resolve(kind, name, place)
-    engine = recipe.rollout.engine
     if engine.name not in table("engine"):
         target = resolve("engine", engine.name)
         lacks = [part for part in ("generate", "update_weights", "close") if not hasattr(target, part)]
@@ -134,25 +196,25 @@ def find_names(recipe: Recipe) -> None:
 
 
 def _build_terms(recipe: Recipe) -> tuple[list[tuple[Term, float]], str]:
-    """The reward terms; and, where a judge cannot be reached as things are, what a run started now would be told."""
+    """The reward terms; and, if a judge cannot be reached, why a run started now would be refused."""
+
+    def built(context: RewardContext) -> list[tuple[Term, float]]:
+        terms = []
+        for i, term in enumerate(recipe.rewards.terms):
+            place = f"rewards.terms.{i}"
+            try:
+                terms.append((build_term(term.name, term.options, place, context), term.weight))
+            except SensoriumError:
+                raise
+            except Exception as error:
+                raise RecipeError(f"{place}: '{term.name}' cannot be built: {type(error).__name__}: {error}") from error
+        return terms
+
     section = recipe.judges.model_copy(update={"requests_per_minute": {}, "tokens_per_minute": {}})
     try:
-        return _terms(recipe, RewardContext(MediaStore(), JudgeClient(section))), ""
+        return built(RewardContext(MediaStore(), JudgeClient(section))), ""
     except UnknownJudge as error:
-        return _terms(recipe, RewardContext(MediaStore())), f"a run started now would be refused: {error}"
-
-
-def _terms(recipe: Recipe, context: RewardContext) -> list[tuple[Term, float]]:
-    terms = []
-    for i, term in enumerate(recipe.rewards.terms):
-        place = f"rewards.terms.{i}"
-        try:
-            terms.append((build_term(term.name, term.options, place, context), term.weight))
-        except SensoriumError:
-            raise
-        except Exception as error:
-            raise RecipeError(f"{place}: '{term.name}' cannot be built: {type(error).__name__}: {error}") from error
-    return terms
+        return built(RewardContext(MediaStore())), f"a run started now would be refused: {error}"
 
 
 def _look_at_sources(
@@ -160,7 +222,7 @@ def _look_at_sources(
 ) -> Generator[str, None, list[Task]]:
     """Read the first rows of each source; the sources themselves are added to ``opened``."""
     store = MediaStore()
-    looked_at: list[Task] = []
+    tasks_of_all: list[Task] = []
     for i, section in enumerate(sections):
         at = f"{place}.{i}"
         source = bounded(build("source", section.source, section.options, at, store=store), section.source, at)
@@ -178,34 +240,24 @@ def _look_at_sources(
                 if recipe.tasks.on_bad_row == "refuse":
                     raise
                 bad.append(str(error))
-        _find_environments(tasks, at)
-        looked_at += tasks
+        for task in tasks:
+            if task.environment is not None:
+                option, problem = wrong_options("environment", task.environment.name, task.environment.options)
+                if problem:
+                    raise RecipeError(f"{at}, task {task.id}, environment option '{option}': {problem}")
+        tasks_of_all += tasks
         skipped = f"; {len(bad)} of them would be skipped, the first because: {bad[0]}" if bad else ""
-        clips = _clips(tasks)
+        media = [item for task in tasks for message in task.messages for item in message.media]
+        clips = _clips(media)
         reads = f"reads and measures all{' and decodes media' if clips else ''}"
         rest = f"; `sensorium validate {quote(named)}` {reads}" if clips or first < len(source) else ""
-        told = f"the first {first} were read{skipped}{_pictures(store, tasks)}{clips}{rest}"
-        yield f"{at}: {section.source}, {len(source):,} rows; {told}"
-    return looked_at
+        sizes = {item.hash: store.size_of(item) for item in media if item.kind == "picture"}
+        pictures = f"; their pictures take {sum(sizes.values()) / len(tasks) / 1024:.1f} KiB a task" if sizes else ""
+        yield f"{at}: {section.source}, {len(source):,} rows; the first {first} were read{skipped}{pictures}{clips}{rest}"
+    return tasks_of_all
 
 
-def _pictures(store: MediaStore, tasks: Sequence[Task]) -> str:
-    """What the pictures of a task take on disk, each kept once; videos and sounds are linked where they can be."""
-    blocks = [block for task in tasks for message in task.messages for block in message.content]
-    sizes = {block.hash: store.size_of(block) for block in blocks if isinstance(block, Media) and block.kind == "picture"}
-    return f"; their pictures take {sum(sizes.values()) / len(tasks) / 1024:.1f} KiB a task" if sizes else ""
-
-
-def _clips(tasks: Sequence[Task]) -> str:
-    """How many videos and sounds there are, of which only the files' bytes were looked at."""
-    kinds = Counter(item.kind for task in tasks for message in task.messages for item in message.media)
+def _clips(media: Sequence[Media]) -> str:
+    kinds = Counter(item.kind for item in media)
     counts = [f"{kinds[kind]} {kind}{'s' * (kinds[kind] > 1)}" for kind in ("video", "sound") if kinds[kind]]
     return f"; {' and '.join(counts)} found and not decoded" if counts else ""
-
-
-def _find_environments(tasks: Sequence[Task], place: str) -> None:
-    for task in tasks:
-        if task.environment is not None:
-            option, problem = wrong_options("environment", task.environment.name, task.environment.options)
-            if problem:
-                raise RecipeError(f"{place}, task {task.id}, environment option '{option}': {problem}")

@@ -7,13 +7,13 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from sensorium.cli.show import say, show_dry_run
+from sensorium.cli.dry_run import show_dry_run
 from sensorium.cli.train import tie_note
 from sensorium.evaluation.folder import default_folder, evaluated_model
 from sensorium.recipe.load import load_recipe
 from sensorium.report.console import EvaluationBar
 from sensorium.report.tables import print_grid, summary_grid
-from sensorium.report.terminal import Terminal
+from sensorium.report.terminal import Terminal, say
 from sensorium.runs.durable import write_whole
 from sensorium.vocabulary.errors import RecipeError, RecordError
 
@@ -74,7 +74,6 @@ def run(arguments: Namespace) -> int:
 
 
 def _settings(arguments: Namespace) -> list[str]:
-    """The options that are keys of the recipe, as overrides of it."""
     if arguments.greedy and arguments.temperature:
         raise RecipeError(f"--greedy and --temperature {arguments.temperature:g} contradict each other; drop one of them.")
     given = {"temperature": arguments.temperature, "samples": arguments.samples, "limit": arguments.limit}

@@ -28,36 +28,39 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter"
 NOT_THE_MODEL = ("trainer", "COMPLETE", ADAPTER)
+COPIED = (
+    "ATTENTION: {problem}. So the checkpoint was copied as it is in the run: the layout that transformers 5 writes, which "
+    "transformers 4.57, vLLM and SGLang may refuse or misread. Name the source (of a quantized one, the model that it was "
+    "made from) with --source for the published layout."
+)
 
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("source", help="a run directory, a checkpoint folder, or tiny:FAMILY (a new tiny model)")
-    parser.add_argument("target", type=Path, help="the folder to make; it must not exist")
-    parser.add_argument("--step", type=int, help="take the checkpoint of this step; default: the best one, else the last")
-    parser.add_argument("--last", action="store_true", help="take the last checkpoint, not the best")
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", help="a run directory, a checkpoint folder, or tiny:FAMILY (a new tiny model)")
+    add("target", type=Path, help="the folder to make; it must not exist")
+    add("--step", type=int, help="take the checkpoint of this step; default: the best one, else the last")
+    add("--last", action="store_true", help="take the last checkpoint, not the best")
+    add(
         "--adapter", action="store_true", help="export only the LoRA adapter, for peft; default: the model with it added in"
     )
-    parser.add_argument(
+    add(
         "--source",
         dest="layout",
         metavar="PATH",
         help="the checkpoint whose layout and files to take; default: the one that the run started from",
     )
-    parser.add_argument(
-        "--as-trained", action="store_true", help="copy the run's checkpoint as transformers 5 wrote it, without a source"
-    )
+    add("--as-trained", action="store_true", help="copy the run's checkpoint as transformers 5 wrote it, without a source")
 
 
 def run(arguments: Namespace) -> int:
     """Export."""
     if arguments.source.startswith("tiny:"):
         return _write_tiny(arguments)
-    source = checkpoint_of_run(Path(arguments.source), step=arguments.step, last=arguments.last)
-    notes = export(
-        source, arguments.target, adapter=arguments.adapter, layout=arguments.layout, as_trained=arguments.as_trained
-    )
+    given = arguments
+    source = checkpoint_of_run(Path(given.source), step=given.step, last=given.last)
+    notes = export(source, given.target, adapter=given.adapter, layout=given.layout, as_trained=given.as_trained)
     print(f"{source} → {arguments.target}")
     if arguments.step is None and not arguments.last and (tie := tie_note(Path(arguments.source))):
         print(tie)
@@ -67,7 +70,6 @@ def run(arguments: Namespace) -> int:
 
 
 def _write_tiny(arguments: Namespace) -> int:
-    """Write a tiny model with random weights into a folder, as a checkpoint like any other."""
     options = {"--step": arguments.step, "--last": arguments.last, "--adapter": arguments.adapter,
                "--source": arguments.layout, "--as-trained": arguments.as_trained}  # fmt: skip
     if given := [name for name, value in options.items() if value not in (None, False)]:
@@ -89,9 +91,9 @@ def _write_tiny(arguments: Namespace) -> int:
 def export(
     checkpoint: Path, target: Path, *, adapter: bool = False, layout: str | None = None, as_trained: bool = False
 ) -> list[str]:
-    """Write the model of a complete checkpoint, or its adapter, and nothing of the trainer's; complete or absent.
+    """Write the model of a complete checkpoint, or its adapter, without the trainer's files; returns notes.
 
-    Returns what is worth saying. ``layout`` names the checkpoint whose layout is taken, where the run does not know it.
+    ``layout`` names the checkpoint whose layout is used, if not the run's own source.
     """
     _refuse_present(target)
     if adapter and not (checkpoint / ADAPTER).is_dir():
@@ -105,7 +107,9 @@ def export(
         if published is not None:
             from sensorium.models.published_layout import write_published
 
-            notes += write_published(checkpoint, published, draft, _unused_weights(checkpoint)).sentences()
+            recipe = _run_of(checkpoint).recipe
+            unused = _model_section(recipe).unused_weights if recipe.is_file() else ()
+            notes += write_published(checkpoint, published, draft, unused).sentences()
         else:
             _copy(checkpoint / ADAPTER if adapter else checkpoint, draft)
     return notes
@@ -113,17 +117,33 @@ def export(
 
 @contextmanager
 def _exporting(target: Path) -> Iterator[Path]:
-    """The place in which a folder is written that is there whole in the end, or not at all."""
+    """A draft folder that becomes the target as a whole; no other export writes the same folder meanwhile."""
+    lock_file = target.with_name(f".{target.name}.lock")
     try:
-        with writing(target), _alone(target), drafted(target) as draft:
-            yield draft
+        with writing(target):
+            lock_file.parent.mkdir(parents=True, exist_ok=True)
+            with lock_file.open("ab") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise CheckpointError(
+                        f"another process is exporting into '{target}'. Wait for it, or choose another folder."
+                    ) from error
+                except OSError:  # a file system without locks
+                    pass
+                try:
+                    _refuse_present(target)
+                    with drafted(target) as draft:
+                        yield draft
+                finally:
+                    lock_file.unlink(missing_ok=True)
     except WriteFailed as error:
         error.add_note("Then export again.")
         raise
 
 
 def _copy(origin: Path, draft: Path) -> None:
-    """Copy a checkpoint without the trainer's part; of the errors of several files the first is raised."""
+    """Copy a checkpoint without the trainer's part; raises the first error of several files."""
     try:
         shutil.copytree(origin, draft, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
     except shutil.Error as error:
@@ -138,29 +158,7 @@ def _refuse_present(target: Path) -> None:
         raise CheckpointError(f"'{target}' exists; choose another folder or remove it.")
 
 
-@contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """No other export writes the same folder meanwhile, or would replace it afterwards."""
-    place = target.with_name(f".{target.name}.lock")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another process is exporting into '{target}'. Wait for it, or choose another folder."
-            ) from error
-        except OSError:  # a file system without locks
-            pass
-        try:
-            _refuse_present(target)
-            yield
-        finally:
-            place.unlink(missing_ok=True)
-
-
 def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None, list[str]]:
-    """The folder whose layout the export takes, and what to say of it; none where it is gone or was never known."""
     from sensorium.models.checkpoint_path import describe_source
 
     try:
@@ -168,30 +166,22 @@ def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None
         passed: set[Path] = set()
         while True:
             folder = found.find()
-            if not (folder / "COMPLETE").exists():  # not itself a checkpoint of a run
+            if not (folder / "COMPLETE").exists():  # no checkpoint of another run
                 break
             if folder.resolve() in passed:
-                raise CheckpointError(f"the runs that '{checkpoint}' goes back to name each other as their source")
+                raise CheckpointError(f"the runs that '{checkpoint}' comes from name each other as their source")
             passed.add(folder.resolve())
             found = _source_of(folder)
     except CheckpointError as error:
         if layout is not None:
             raise
-        return None, [
-            f"ATTENTION: {str(error).rstrip('.')}. So the checkpoint was copied as it lies in the run: the layout that "
-            "transformers 5 writes, which transformers 4.57, vLLM and SGLang may refuse or misread. Name the source with "
-            "--source for the published layout."
-        ]
+        return None, [COPIED.format(problem=str(error).rstrip("."))]
     config = read_json(folder / "config.json", "Copy it again.")
     if "quantization_config" in config:
         problem = f"{found.path} is quantized, and what was trained is not"
-        way_out = "Name the model that it was made from with --source for the published layout."
         if layout is not None:
-            raise CheckpointError(f"{problem}. {way_out}")
-        return None, [
-            f"ATTENTION: {problem}. So the checkpoint was copied as it lies in the run: the layout that transformers 5 "
-            f"writes. {way_out}"
-        ]
+            raise CheckpointError(f"{problem}. Name the model that it was made from with --source.")
+        return None, [COPIED.format(problem=problem)]
     version = config.get("transformers_version")
     notes = [f"in the layout of {found.path}{f' at {found.revision}' if found.revision else ''}"]
     if str(version).startswith("5"):
@@ -202,39 +192,30 @@ def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None
     return folder, notes
 
 
-def _run_of(checkpoint: Path) -> RunDirectory:
-    """The run of a checkpoint; it, or the folder of all checkpoints, may be a link to another disk."""
+def _run_of(checkpoint: Path) -> RunDirectory:  # the checkpoint, or the folder of all, may be a link to another disk
     as_named, resolved = (RunDirectory(path.parents[1]) for path in (checkpoint.absolute(), checkpoint.resolve()))
     return as_named if as_named.source.is_file() or as_named.recipe.is_file() else resolved
 
 
-def _unused_weights(checkpoint: Path) -> tuple[str, ...]:
-    """Which weights of its source a run has left out, beside those that every run leaves out."""
-    recipe = _run_of(checkpoint).recipe
-    return _model_section(recipe).unused_weights if recipe.is_file() else ()
-
-
 def _model_section(recipe: Path) -> "ModelSection":
-    """The part of a run's recipe about its model. The rest is not checked: an export needs nothing that a recipe names."""
     from sensorium.recipe.load import read_recipe
     from sensorium.recipe.schema import ModelSection
 
-    model = read_recipe(recipe)[0].get("model")
-    said = model if isinstance(model, dict) else {}
-    known = {key: said[key] for key in ("path", "revision") if isinstance(said.get(key), str)}
+    model = read_recipe(recipe)[0].get("model")  # the rest is not checked: an export needs nothing that a recipe names
+    given = model if isinstance(model, dict) else {}
+    known = {key: given[key] for key in ("path", "revision") if isinstance(given.get(key), str)}
     if "path" not in known:
         raise CheckpointError(f"'{recipe}' is damaged: it names no model.path. Name the source with --source.")
-    return ModelSection(**known, unused_weights=tuple(map(str, said.get("unused_weights") or ())))
+    return ModelSection(**known, unused_weights=tuple(map(str, given.get("unused_weights") or ())))
 
 
 def _source_of(checkpoint: Path) -> "CheckpointSource":
-    """What the run of a checkpoint says of its source."""
     from sensorium.models.checkpoint_path import CheckpointSource, describe_source
 
     directory = _run_of(checkpoint)
     if directory.source.is_file():
         return CheckpointSource.read(directory.source)
     if not directory.recipe.is_file():
-        raise CheckpointError(f"'{checkpoint}' lies in no run, so the checkpoint that it was trained from is not known")
+        raise CheckpointError(f"'{checkpoint}' is in no run, so the checkpoint that it was trained from is not known")
     model = _model_section(directory.recipe)
     return describe_source(model.path, model.revision)

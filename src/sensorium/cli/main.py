@@ -2,10 +2,15 @@
 
 import errno
 import os
+import signal
 import sys
+import threading
+import time
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -15,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium import __version__
-from sensorium.cli.train import end_without_hung_threads, stopping_in_order
+from sensorium.cluster.event_loop import interrupt_here
 from sensorium.recipe.names import import_system
 from sensorium.report.terminal import Terminal, guard_streams
 from sensorium.runs.durable import cannot_write, full_disk_error
@@ -36,20 +41,21 @@ COMMANDS = {
     "cluster": "say what each process of a run does",
     "replay": "run a batch again that was kept because its update was not finite",
 }
+# Modules of commands that are not sensorium.cli.NAME.
 MODULES = {"eval": "sensorium.cli.evaluate", "curate": "sensorium.systems.caprl.curate"}
-"""Where a command is that is no module of this package under its own name."""
 PACKAGE = str(Path(__file__).parents[1])
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# OpenMP's threads wait awake for the next operation. The usual 300,000 looks keep the cores from other runs on the machine:
-# two runs on two cores took four times as long as with this many, which cost a run alone nothing.
+# OpenMP's threads spin while they wait. With the default of 300,000 two runs on two cores took four times as long as with
+# this; a run alone is not slower.
 WAITING = {"GOMP_SPINCOUNT": "30000"}
+LINGER_S = 30.0  # a finished command waits so long for threads of the user's code before it ends without them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print_help(Terminal())
+        _print_help(Terminal())
         return 0
     if arguments[0] in ("-V", "--version"):
         print(f"sensorium {__version__}")
@@ -57,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in (QUIET | ({} if "OMP_WAIT_POLICY" in os.environ else WAITING)).items():
         os.environ.setdefault(name, value)
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a recipe may name the user's own things: my_rewards:Brevity
+        sys.path.append(os.getcwd())  # for the user's own modules: my_rewards:Brevity
     with stopping_in_order() as stop:
         try:
             return run_command(arguments[0], arguments[1:])
         except SensoriumError as error:
-            return _tell(error)
+            return _report(error)
         except KeyboardInterrupt:
             print(f"\n{stop.word}", file=sys.stderr)
             return stop.code
@@ -71,15 +77,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 141
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                return _tell(SensoriumError(f"the name '{str(error.filename)[:60]}…' is too long for a file or folder."))
+                return _report(SensoriumError(f"the name '{str(error.filename)[:60]}…' is too long for a file or folder."))
             if full_disk_error(error) is None:
                 raise
-            return _tell(cannot_write(error.filename or "the output", error))
+            return _report(cannot_write(error.filename or "the output", error))
         except Exception as error:
-            exhausted = _memory_exhausted(error)
+            if "torch" not in sys.modules:
+                raise
+            from sensorium.assembly.memory import memory_exhausted
+
+            exhausted = memory_exhausted(error)
             if exhausted is None:
                 raise
-            return _tell(exhausted)
+            return _report(exhausted)
 
 
 def entry() -> None:
@@ -94,26 +104,16 @@ def entry() -> None:
 def warning_text(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning of ours in one paragraph, which is for users; others' with the place in the code."""
+    """A warning of this package in one paragraph; those of others with their place in the code."""
     where = "" if filename.startswith(PACKAGE) else f"{filename}:{lineno}: {category.__name__}: "
     return f"warning: {where}{message}\n"
 
 
-def _tell(error: SensoriumError) -> int:
-    """A user's mistake in one paragraph; returns the exit code."""
+def _report(error: SensoriumError) -> int:
     words = " ".join([str(error), *getattr(error, "__notes__", ())])
     text = Text.assemble(("error: ", "bold red"), " ".join(words.split()))
     Terminal(stderr=True).print(text, soft_wrap=True)
     return 2
-
-
-def _memory_exhausted(error: Exception) -> SensoriumError | None:
-    """What to say of memory that ran out; torch is not loaded for it."""
-    if "torch" not in sys.modules:
-        return None
-    from sensorium.assembly.memory import memory_exhausted
-
-    return memory_exhausted(error)
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
@@ -136,7 +136,7 @@ def place_of(name: str) -> str:
 
 
 def parser_of(name: str, command: ModuleType, whole: ModuleType | None = None) -> "Parser":
-    """The parser of a command. A part of one (``whole``) takes the arguments of that, too."""
+    """The parser of a command. A part also takes the arguments of the ``whole`` command."""
     parser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
     command.configure(parser)
     if whole is not None:
@@ -155,8 +155,8 @@ class Parser(ArgumentParser):
         super().error(message + (nearest(unknown[0], options) if unknown else ""))
 
 
-def print_help(console: Console) -> None:
-    """What there is, on one screen."""
+def _print_help(console: Console) -> None:
+    """All commands, on one screen."""
     console.print(
         Text.assemble(("sensorium", "bold"), "  trains models that see, hear and act, by reinforcement learning\n")
     )
@@ -171,9 +171,66 @@ def print_help(console: Console) -> None:
             ("\n  sensorium demo\n", "bold"),
             ("  sensorium train shapes --dry-run\n", "bold"),
             ("  sensorium train my.yaml steps=200 optimizer.lr=1e-5\n", "bold"),
-            ("\n  sensorium COMMAND --help  tells more of each", "dim"),
+            ("\n  sensorium COMMAND --help  describes each", "dim"),
         )
     )
+
+
+@dataclass
+class Stop:
+    """Which signal ended the command, its exit code (128 + signal, as in shells) and a word for people."""
+
+    number: int = signal.SIGINT
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return 128 + self.number
+
+    @property
+    def word(self) -> str:
+        """What happened."""
+        return "terminated" if self.number == signal.SIGTERM else "interrupted"
+
+
+@contextmanager
+def stopping_in_order() -> Iterator[Stop]:
+    """In this context SIGTERM raises KeyboardInterrupt as Ctrl-C does, also if SIGINT is ignored (``nohup``)."""
+    stop = Stop()
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
+        yield stop
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        stop.number = signal.SIGTERM
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):  # ignored, so asyncio has not replaced it
+            if interrupt_here():
+                return
+            raise KeyboardInterrupt
+        interrupt(signal.SIGINT, frame)  # type: ignore[arg-type]  # of an event loop, which ends its tasks first
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_without_hung_threads(code: int) -> None:
+    """End the process with this code within ``LINGER_S``, even if a non-daemon thread of the user's code never ends."""
+
+    def leave() -> None:
+        time.sleep(LINGER_S)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        hung = [thread.name for thread in others if not thread.daemon]
+        names = f"{len(hung)} threads that an environment, a reward or a source started do not end ({', '.join(hung[:5])})"
+        print(f"{names}; the process ends without them.", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=leave, name="leave", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from sensorium.cli.show import say
-from sensorium.report.terminal import Terminal
+from sensorium.report.terminal import Terminal, say
 from sensorium.runs.durable import write_whole
 from sensorium.systems.migration.outcomes import Migration
 from sensorium.systems.migration.recognition import FRAMEWORKS, migrate
@@ -20,10 +19,8 @@ from sensorium.vocabulary.errors import RecipeError, similar_file
 
 USAGE = "sensorium migrate FILE|- [--from NAME] [-o RECIPE.yaml]"
 STYLES = {"became": "green", "no effect": "dim", "no place": "yellow", "unknown": "red"}
-MOST_SHOWN = 120
-"""Letters of a key with its value in the table."""
-INVALID = 1
-"""Exit code where the keys make a recipe that would be refused as it is."""
+MOST_SHOWN = 120  # letters of a key with its value in the table
+INVALID = 1  # exit code where the keys make a recipe that would be refused as it is
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """Forecast a recipe on so many GPUs of a kind: memory on each, the parts of a step, tokens a second, and cost by a price.
 
-No model is loaded and nothing is run; of the tasks two rows of each source are read, where a vision tower would learn.
-Figures come from a cost model that is fitted to measurements on one H200, and from a simulation of the schedule; what was
-measured and what is scaled or assumed is said with them. docs/guides/scaling.md tells more.
+No model is loaded and nothing is run; where a vision tower would learn, two rows of each source are read. Figures come from
+a cost model that is fitted to measurements on one H200, and from a simulation of the schedule; notes say what was measured,
+scaled or assumed. See docs/guides/scaling.md.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
-from sensorium.cli.show import read_a_few, say
+from sensorium.cli.dry_run import read_a_few
 from sensorium.data.mixture import resolve_epochs
 from sensorium.engines.options import check_vllm_options, check_writer_options
 from sensorium.forecast.forecast import Asked, Forecast, forecast
@@ -23,39 +23,36 @@ from sensorium.recipe.activations import tower_bytes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import bytes_text, count_text
-from sensorium.report.terminal import Terminal
+from sensorium.report.terminal import Terminal, say
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 
 USAGE = "sensorium plan RECIPE [key=value …] --gpus N --kind h200 [--engines K] [--schedule NAME] [--price P] [--json]"
+# Largest values. Every GPU and every group that may be open is simulated.
 MOST = {
     "gpus": 10_000, "prompt_tokens": 1e9, "response_tokens": 1e9, "scoring_s": 1e7, "price": 1e9, "staleness": 1000,
     "network": 1e9,
 }  # fmt: skip
-"""What a plan takes at most. Every GPU and every group that may be open is simulated."""
 ENGINE_OPTIONS = {"native": check_writer_options, "process": check_writer_options, "vllm": check_vllm_options}
 STYLES = {"measured": "green", "scaled": "yellow", "computed": "yellow", "assumed": "yellow", "not run": "red"}
 
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("recipe", help="a YAML file, a shipped recipe (caprl_image), or a run directory")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: model.dtype=bfloat16")
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs in all")
-    parser.add_argument("--kind", required=True, help=", ".join(kinds()))
-    parser.add_argument("--engines", type=int, help="engines among them, the others learn; default: the fastest division")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="default: the recipe's")
-    parser.add_argument(
-        "--staleness", type=int, help="of asynchronous: updates that a group may be old; default: the recipe's"
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=0, help="of the longest prompt with its media; default: as the context allows"
-    )
-    parser.add_argument("--response-tokens", type=float, default=0, help="mean of an episode; default: its budget")
-    parser.add_argument("--scoring-s", type=float, default=0, help="seconds from the end of a group to its rewards")
-    parser.add_argument("--network", type=float, help="GB a second and GPU between machines; default 50 (400 Gbit/s)")
-    parser.add_argument("--price", type=float, help="of a GPU hour; without it no cost is shown")
-    parser.add_argument("--shape", default="", help="plan with a published model's sizes: Qwen2.5-VL-7B")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("recipe", help="a YAML file, a shipped recipe (caprl_image), or a run directory")
+    add("overrides", nargs="*", metavar="key=value", help="change the recipe: model.dtype=bfloat16")
+    add("--gpus", type=int, required=True, help="GPUs in all")
+    add("--kind", required=True, help=", ".join(kinds()))
+    add("--engines", type=int, help="engines among them, the others learn; default: the fastest division")
+    add("--schedule", choices=SCHEDULES, help="default: the recipe's")
+    add("--staleness", type=int, help="of asynchronous: updates that a group may be old; default: the recipe's")
+    add("--prompt-tokens", type=int, default=0, help="of the longest prompt with its media; default: as the context allows")
+    add("--response-tokens", type=float, default=0, help="mean of an episode; default: its budget")
+    add("--scoring-s", type=float, default=0, help="seconds from the end of a group to its rewards")
+    add("--network", type=float, help="GB a second and GPU between machines; default 50 (400 Gbit/s)")
+    add("--price", type=float, help="of a GPU hour; without it no cost is shown")
+    add("--shape", default="", help="plan with a published model's sizes: Qwen2.5-VL-7B")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: Namespace) -> int:
@@ -81,14 +78,23 @@ def run(arguments: Namespace) -> int:
     tower = tower_bytes(recipe, planned_shape(recipe.model, asked.shape)[0])
     found = forecast(recipe, asked, *(read_a_few(recipe) if tower else ()))
     if arguments.json:
-        print(json.dumps(as_json(found), indent=1, ensure_ascii=False))
+        row = asdict(found)
+        row["rank"]["total"] = found.rank.total
+        if found.engine is not None:
+            row["engine"]["total"] = found.engine.total
+        row["notes"] = [{"what": what, "how": how, "words": words} for what, how, words in found.notes]
+        print(json.dumps(row, indent=1, ensure_ascii=False))
         return 0
     console = Terminal()
-    console.print(plan_page(found, asked.price, placing(recipe, found.deployment)))
+    console.print(_plan_page(found, asked.price, _placing(recipe, found.deployment)))
     for what, how, words in found.notes:
         console.print(Text.assemble((f"{how:>9}", STYLES[how]), f"  {what}: {words}"), soft_wrap=True)
-    if arguments.engines is None and (words := other_division(recipe, found.deployment)):
-        say(words, console)
+    cluster, plan = recipe.cluster, found.deployment
+    divided = (cluster.learners, cluster.engines)
+    if arguments.engines is None and plan.apart and divided not in ((1, 1), (plan.learners, plan.engines)):
+        asked_for = f"the recipe asks for {cluster.learners} learner ranks and {cluster.engines} engines"
+        other = f"--engines {cluster.engines} forecasts the recipe's number of engines"
+        say(f"{asked_for}; this is the fastest division of the GPUs instead. {other}", console)
     if uncounted:
         say(f"how long the run takes is not shown; give steps=N for that. {uncounted}", console)
     elif found.cost is None:
@@ -96,30 +102,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def as_json(found: Forecast) -> dict[str, object]:
-    """The forecast as plain data."""
-    row = asdict(found)
-    row["rank"]["total"] = found.rank.total
-    if found.engine is not None:
-        row["engine"]["total"] = found.engine.total
-    row["notes"] = [{"what": what, "how": how, "words": words} for what, how, words in found.notes]
-    return row
-
-
-def other_division(recipe: Recipe, plan: Deployment) -> str:
-    """What to say where the recipe divides its processes otherwise than the fastest plan; empty if it does not."""
-    section = recipe.cluster
-    asked, planned = (section.learners, section.engines), (plan.learners, plan.engines)
-    if asked == (1, 1) or not plan.apart or asked == planned:
-        return ""
-    return (
-        f"the recipe asks for {section.learners} learner ranks and {section.engines} engines; this is the fastest "
-        f"division of the GPUs instead. --engines {section.engines} forecasts the recipe's number of engines"
-    )
-
-
-def placing(recipe: Recipe, plan: Deployment) -> str:
-    """The keys of a run that places its processes as planned, those that the recipe has already left out."""
+def _placing(recipe: Recipe, plan: Deployment) -> str:
     if not plan.apart:
         return ""
     wanted: dict[str, tuple[object, object]] = {"cluster.learners": (plan.learners, recipe.cluster.learners)}
@@ -133,14 +116,19 @@ def placing(recipe: Recipe, plan: Deployment) -> str:
     return " ".join(f"{key}={value}" for key, (value, has) in wanted.items() if value != has)
 
 
-def plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
+def _plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
     """The forecast as a table."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()
     plan, run, work = found.deployment, found.run, found.work
     rows.add_row("model", f"{count_text(found.parameters)} parameters, {found.model}")
-    rows.add_row("GPUs", f"{plan.gpus} × {found.kind.title}: {_division(found)}")
+    division = f"samples and learns in turn, with {'two sets' if plan.pushed_bytes else 'one set'} of weights"
+    if plan.apart:
+        each = f" of {plan.engine_gpus} GPUs" if plan.engine_gpus > 1 else ""
+        shared = f", {plan.sequence_parallel} share each micro-batch's tokens" if plan.sequence_parallel > 1 else ""
+        division = f"{plan.engines} engine{'s' if plan.engines > 1 else ''}{each}, {plan.learners} learner ranks{shared}"
+    rows.add_row("GPUs", f"{plan.gpus} × {found.kind.title}: {division}")
     if keys:
         rows.add_row("placed by", keys)
     lengths = f"mean {work.response:g}, longest {work.tail * work.response:g}" if work.tail > 1 else f"{work.response:g}"
@@ -149,7 +137,9 @@ def plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
     )
     bound = f", at most {plan.staleness} updates old" if plan.schedule == "asynchronous" else ""
     rows.add_row("schedule", f"{plan.schedule}{bound}")
-    rows.add_row("activations", _kept(found))
+    way = {False: "kept", True: "layers are recomputed", "selective": "MLPs are recomputed"}[found.recompute]
+    chosen = "auto chose " if found.by_auto else ""
+    rows.add_row("activations", f"{way} (model.gradient_checkpointing: {chosen}{str(found.recompute).lower()})")
     _add_memory(rows, "memory, learner" if plan.apart else "memory", found.rank, found.kind.memory)
     if found.engine is not None:
         _add_memory(rows, "memory, engine", found.engine, found.kind.memory)
@@ -172,21 +162,6 @@ def plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
     if found.cost is not None:
         rows.add_row("cost", f"{found.cost:,.0f} at {price:g} a GPU hour")
     return rows
-
-
-def _division(found: Forecast) -> str:
-    plan = found.deployment
-    if not plan.apart:
-        return f"samples and learns in turn, with {'two sets' if plan.pushed_bytes else 'one set'} of weights"
-    each = f" of {plan.engine_gpus} GPUs" if plan.engine_gpus > 1 else ""
-    shared = f", {plan.sequence_parallel} share each micro-batch's tokens" if plan.sequence_parallel > 1 else ""
-    return f"{plan.engines} engine{'s' if plan.engines > 1 else ''}{each}, {plan.learners} learner ranks{shared}"
-
-
-def _kept(found: Forecast) -> str:
-    ways = {False: "kept", True: "layers are recomputed", "selective": "MLPs are recomputed"}
-    chosen = "auto chose " if found.by_auto else ""
-    return f"{ways[found.recompute]} (model.gradient_checkpointing: {chosen}{str(found.recompute).lower()})"
 
 
 def _add_memory(rows: Table, name: str, memory: GpuMemory, room: float) -> None:

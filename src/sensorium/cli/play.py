@@ -1,11 +1,17 @@
-"""Act as the policy yourself: see what the model is shown, write its responses, and see what each turn is paid."""
+"""Act as the policy yourself: see what the model is shown, write its responses, and see the reward of each turn."""
 
+import base64
+import io
+import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from inspect import isawaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from PIL import Image
 from rich.text import Text as Styled
 
 from sensorium.recipe.load import load_recipe
@@ -17,11 +23,14 @@ from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 
 USAGE = "sensorium play RECIPE [key=value …] [--task N|ID] [--episodes N] [--split evaluate|train] [--demonstrate] …"
+Way = Literal["kitty", "iterm", "blocks", "none"]
+CHUNK = 4096  # of kitty's protocol
+ACROSS, DOWN = 64, 32  # largest picture of half-blocks, in characters
 HOW = "Write a response and press Enter; a line that ends in a backslash goes on in the next one. Ctrl-D ends."
 
 
 class EndOfPlay(Exception):
-    """The person has had enough: the input has ended."""
+    """The input has ended."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -76,12 +85,39 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
+class WatchedEnvironment:
+    """Reports what an environment's ``reset`` and ``step`` return: ``watch(method, returned)``."""
+
+    def __init__(self, inner: Any, watch: Callable[[str, Any], None]) -> None:
+        self._inner, self._watch = inner, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def reset(self, seed: int) -> Any:
+        """Start."""
+        return self._report("reset", self._inner.reset(seed))
+
+    def step(self, response: str) -> Any:
+        """Act."""
+        return self._report("step", self._inner.step(response))
+
+    def _report(self, method: str, returned: Any) -> Any:
+        if isawaitable(returned):
+
+            async def awaited() -> Any:
+                return self._report(method, await returned)
+
+            return awaited()
+        with suppress(AttributeError, TypeError, ValueError):  # the rollout reports values of a wrong type
+            self._watch(method, returned)
+        return returned
+
+
 class Screen:
     """Shows a person what the model would see, asks for responses, and saves the pictures."""
 
     def __init__(self, recipe: Recipe, folder: Path, pictures: str, session: Any) -> None:
-        from sensorium.cli.show import usual_way
-
         self.console = Terminal(highlight=False)
         self.recipe, self.folder, self.session = recipe, folder, session
         self.way: Any = usual_way(self.console.is_terminal) if pictures == "auto" else pictures
@@ -91,7 +127,6 @@ class Screen:
     async def play(self, task: Task, *, demonstrate: bool) -> Any:
         """One episode."""
         from sensorium.assembly.session import EnvironmentMaker
-        from sensorium.cli.validation import WatchedEnvironment
 
         made = EnvironmentMaker(self.session.store)
         self.task, self.turn = task, 0
@@ -111,12 +146,10 @@ class Screen:
             self.show(observation.messages)
             return
         self.turn += 1
-        paid = returned.reward
-        parts = paid if isinstance(paid, Mapping) else {} if paid is None else {"reward": paid}
-        told = (
-            "  ".join(f"{name} {_signed(value)}" for name, value in parts.items()) or "nothing is paid by the environment"
-        )
-        self.say(f"turn {self.turn}: {told}", "cyan")
+        reward = returned.reward
+        parts = reward if isinstance(reward, Mapping) else {} if reward is None else {"reward": reward}
+        rewards = "  ".join(f"{name} {_signed(value)}" for name, value in parts.items())
+        self.say(f"turn {self.turn}: {rewards or 'the environment gives no reward'}", "cyan")
         if returned.observation is not None and not returned.done and not returned.truncated:
             self.show(returned.observation.messages)
 
@@ -128,18 +161,15 @@ class Screen:
                 if isinstance(block, Text):
                     self.say(block.text)
                 else:
-                    self.show_medium(block)
+                    self._show_medium(block)
 
-    def show_medium(self, media: Media) -> None:
-        """A picture in the terminal and as a file; of other media where they come from."""
-        from sensorium.cli.show import drawn
-
+    def _show_medium(self, media: Media) -> None:
         if media.kind != "picture":
             self.say(f"({media.kind} {media.name})", "dim")
             return
         picture = self.session.store.picture(media)
-        if told := drawn(picture, self.way):
-            print(told, file=unguarded(sys.stdout), flush=True)
+        if text := drawn(picture, self.way):
+            print(text, file=unguarded(sys.stdout), flush=True)
         name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.task.id)[:80]
         place = self.folder / f"{name}_turn{self.turn}_{media.hash[:8]}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +177,7 @@ class Screen:
         self.say(f"(picture {picture.width}x{picture.height}: {place})", "dim")
 
     def ask(self, budget: int) -> str:
-        """A response from the person, or from what is piped in."""
+        """A response from standard input."""
         lines: list[str] = []
         while True:
             self.console.print("> ", end="", style="bold green")
@@ -168,7 +198,7 @@ class Screen:
         return written
 
     def end(self, episode: Episode) -> None:
-        """How the episode ended, and what the reward terms say of it."""
+        """How the episode ended, and its scores."""
         self.say(f"the episode {episode.status.value}{': ' + episode.failure if episode.failure else ''}", "bold")
         for score in episode.scores:
             value = "missing: " + score.reason if score.value is None else _signed(score.value)
@@ -178,11 +208,52 @@ class Screen:
         self.say(f"  reward {episode.reward if episode.reward is None else round(episode.reward, 6)}{correct}\n", "bold")
 
     def say(self, text: str, style: str = "") -> None:
-        """A line as it is."""
+        """Print a line verbatim."""
         if text:
             self.console.print(Styled(text, style=style), soft_wrap=True)
 
 
 def _signed(value: float) -> str:
-    """A number with its sign; nothing is 0, also where it was computed as -0.0."""
     return f"{value:+g}" if value else "0"
+
+
+def usual_way(terminal: bool, variables: Mapping[str, str] = os.environ) -> Way:
+    """How this terminal shows pictures."""
+    if not terminal:
+        return "none"
+    if "KITTY_WINDOW_ID" in variables or "kitty" in variables.get("TERM", "") or "ghostty" in variables.get("TERM", ""):
+        return "kitty"
+    return "iterm" if variables.get("TERM_PROGRAM", "") in ("iTerm.app", "WezTerm") else "blocks"
+
+
+def drawn(picture: Image.Image, way: Way) -> str:
+    """The text that shows a picture: kitty's or iTerm2's protocol, or half-blocks, two pixels to a character."""
+    if way == "none":
+        return ""
+    if way == "blocks":
+        return _half_blocks(picture)
+    buffer = io.BytesIO()
+    picture.convert("RGB").save(buffer, "PNG")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    if way == "iterm":
+        return f"\x1b]1337;File=inline=1;size={len(buffer.getvalue())}:{data}\a"
+    parts = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
+    frames = []
+    for place, part in enumerate(parts):
+        control = ("a=T,f=100," if place == 0 else "") + f"m={int(place + 1 < len(parts))}"
+        frames.append(f"\x1b_G{control};{part}\x1b\\")
+    return "".join(frames)
+
+
+def _half_blocks(picture: Image.Image) -> str:
+    scale = min(1.0, ACROSS / picture.width, 2 * DOWN / picture.height)
+    width, height = max(1, round(picture.width * scale)), max(2, round(picture.height * scale) // 2 * 2)
+    small = picture.convert("RGB").resize((width, height), Image.Resampling.BOX)
+    rows = []
+    for top in range(0, height, 2):
+        row = []
+        for column in range(width):
+            above, below = small.getpixel((column, top)), small.getpixel((column, top + 1))
+            row.append("\x1b[38;2;{};{};{};48;2;{};{};{}m▀".format(*above, *below))  # type: ignore[misc]
+        rows.append("".join(row) + "\x1b[0m")
+    return "\n".join(rows)

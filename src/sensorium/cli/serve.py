@@ -2,12 +2,12 @@
 
 from argparse import ArgumentParser
 
+# what can be served, and the module that does
 PARTS = {
     "env": "sensorium.cli.serve_env",
     "model": "sensorium.cli.serve_model",
     "reward": "sensorium.systems.caprl.serve_reward",
 }
-"""What can be served, and the module that does."""
 
 
 def configure(parser: ArgumentParser) -> None:

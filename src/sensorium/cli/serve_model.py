@@ -16,22 +16,21 @@ USAGE = "sensorium serve model CHECKPOINT [--name N] [--host H] [--port P] [--ca
 
 def configure(parser: ArgumentParser) -> None:
     """The arguments."""
-    parser.add_argument("checkpoint", help="a folder, a run (its best checkpoint), a hub id, package:NAME or tiny:FAMILY")
-    parser.add_argument("--name", default="", help="what clients call it; default: the checkpoint's name")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
-    parser.add_argument("--capacity", type=int, default=256, help="answers that may be under way at once; others get a 503")
-    parser.add_argument("--rows", type=int, default=64, help="answers that are written at once, in one batch")
-    parser.add_argument("--max-context", type=int, default=8192, help="tokens of a prompt and its answer")
-    parser.add_argument("--media-root", action="append", default=[], help="folder from which file:// media may be read")
-    parser.add_argument("--max-body-mib", type=float, default=64.0, help="size of a request")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument(
-        "--unused-weights", action="append", default=[], metavar="PREFIX", help="weights that the model has no place for"
-    )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of torch; 0: as torch has it")
-    parser.add_argument("--drain-s", type=float, default=60.0, help="how long answers under way may take after a stop")
-    parser.add_argument(
+    add = parser.add_argument
+    add("checkpoint", help="a folder, a run (its best checkpoint), a hub id, package:NAME or tiny:FAMILY")
+    add("--name", default="", help="what clients call it; default: the checkpoint's name")
+    add("--port", type=int, default=8000, help="0: any free one")
+    add("--capacity", type=int, default=256, help="answers that may be under way at once; others get a 503")
+    add("--rows", type=int, default=64, help="answers that are written at once, in one batch")
+    add("--max-context", type=int, default=8192, help="tokens of a prompt and its answer")
+    add("--media-root", action="append", default=[], help="folder from which file:// media may be read")
+    add("--max-body-mib", type=float, default=64.0, help="size of a request")
+    add("--device", default="auto")
+    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--unused-weights", action="append", default=[], metavar="PREFIX", help="weights that the model has no place for")
+    add("--threads", type=int, default=0, help="CPU threads of torch; 0: as torch has it")
+    add("--drain-s", type=float, default=60.0, help="how long answers under way may take after a stop")
+    add(
         "--until-input-ends", action="store_true", help="stop when standard input ends, as it does when who started it dies"
     )
 
@@ -88,7 +87,6 @@ def run(arguments: Namespace) -> int:
 
 
 def _stop_when_input_ends() -> None:
-    """Stop this process as SIGTERM does once nobody holds the other end of its standard input."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -14,11 +14,9 @@ from sensorium.recipe.load import load_recipe
 from sensorium.report.terminal import Terminal
 
 USAGE = "sensorium validate RECIPE [key=value …] [--rows N] [--episodes N]"
-PROBLEMS = 1
-"""Exit code where something is wrong."""
+PROBLEMS = 1  # exit code where something is wrong
 
-WIDTH = 160
-"""Columns of the table where it is written to a file or a pipe."""
+WIDTH = 160  # columns of the table where it is written to a file or a pipe
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 

@@ -1,11 +1,10 @@
-"""Responses without a model: actions by chance where an environment names them, else words; and a call of each tool."""
+"""Checks of a recipe without a model: its rows, media, prompts, environments, rewards and tools are tried."""
 
 import hashlib
 import random
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import isawaitable
 from typing import Any, Literal
 
 from sensorium.assembly.session import EnvironmentMaker, make_scorer, open_store, sampling_of
@@ -40,14 +39,14 @@ EXAMPLES: dict[str, Any] = {"string": "1", "integer": 1, "number": 1.0, "boolean
 
 
 class RandomPlay:
-    """Plays by chance, the same for the same task. ``make`` builds its environments, so that their actions are known."""
+    """Random actions where an environment names them, else words; the same for the same task."""
 
     def __init__(self, make: MakeEnvironment) -> None:
         self._make = make
         self._grammars: dict[str, ActionGrammar | None] = {}
 
     def make(self, task: Task) -> Environment:
-        """A task's environment."""
+        """Build a task's environment and remember its actions."""
         environment = self._make(task)
         grammar = getattr(environment, "grammar", None)
         self._grammars[task.id] = grammar if isinstance(grammar, ActionGrammar) else None
@@ -55,11 +54,11 @@ class RandomPlay:
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """The actions of the environments that were made, by name."""
+        """The actions of all environments that were built."""
         return tuple(dict.fromkeys(name for grammar in self._grammars.values() if grammar for name in grammar.names))
 
     def answer(self, request: Request) -> str:
-        """Any response; one in eight is words where there are actions."""
+        """A response; one in eight is words although there are actions."""
         episode, _, turn = request.name.rpartition("/")
         task = episode.split("/", 3)[-1].rpartition("/")[0]
         chance = random.Random(f"validate/{task}/{turn}")
@@ -72,10 +71,7 @@ class RandomPlay:
 
 
 def try_tools(tasks: Sequence[Task], make: MakeEnvironment) -> Iterator[tuple[str, str, bool]]:
-    """Call each tool of the first environment that has tools, with arguments that fit its schema: (name, reply, good).
-
-    One that says that it ``changes`` things is not called.
-    """
+    """Call each tool of the first task's environment with arguments that fit its schema: (name, reply, good)."""
     for task in tasks[:1]:
         environment, error = attempt(make, task)
         toolbox = getattr(environment, "toolbox", None) if error is None else None
@@ -83,7 +79,7 @@ def try_tools(tasks: Sequence[Task], make: MakeEnvironment) -> Iterator[tuple[st
             continue
         _, begun = attempt(environment.reset, task.environment.seed if task.environment else 0)
         if begun is not None:
-            continue  # it fails in play too, and is found there
+            continue  # it fails in play too, and is reported there
         for name, tool in toolbox.tools.items():
             if getattr(tool, "changes", False) is True:
                 yield name, "not called: its server says that it changes things", True
@@ -92,13 +88,13 @@ def try_tools(tasks: Sequence[Task], make: MakeEnvironment) -> Iterator[tuple[st
             if failed is not None:
                 yield name, words(failed), False
             else:
-                told = " ".join(reply.text.split())[:80] or f"{len(reply.content)} blocks"
-                yield name, f"replies: {told}", not reply.is_error
+                text = " ".join(reply.text.split())[:80] or f"{len(reply.content)} blocks"
+                yield name, f"replies: {text}", not reply.is_error
         attempt(environment.close)
 
 
 def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that fit a JSON schema, roughly: the required ones, by their types, enums and defaults."""
+    """The required arguments of a JSON schema, by their types, enums and defaults."""
     properties = schema.get("properties", {})
     return {name: _example(properties.get(name, {})) for name in schema.get("required", ())}
 
@@ -125,16 +121,9 @@ def _example(schema: Mapping[str, Any]) -> Any:
     return EXAMPLES.get(kind, "1")
 
 
-Watch = Callable[[str, Any], None]
-"""Hears what an environment returned: of which method, and what."""
-
-
 @dataclass
 class ModelFreeSession:
-    """What is needed to play a recipe's tasks with given responses.
-
-    ``stand_in`` says whose tokenizer is used instead of the model's own, ``problem`` why.
-    """
+    """Plays a recipe's tasks with given responses; with the tokenizer of ``stand_in`` if there is a ``problem``."""
 
     recipe: Recipe
     store: MediaStore
@@ -152,10 +141,7 @@ class ModelFreeSession:
         make: Callable[[Task], Environment] | None = None,
         section: RolloutSection | None = None,
     ) -> list[Group]:
-        """Play each task once with these answers, or with its own demonstration, and let the reward terms judge it.
-
-        ``section`` has the limits of held-out tasks.
-        """
+        """Play each task once with these answers, or with its demonstration, and score it."""
         section = section or self.recipe.rollout
         rollout = Rollout(self.chat, ScriptedEngine(self.chat, answers), section, make or EnvironmentMaker(self.store))
         attempt = Attempt(self.recipe.seed, 0, "play", demonstrate)
@@ -168,9 +154,16 @@ class ModelFreeSession:
 
 @contextmanager
 def model_free_session(recipe: Recipe) -> Iterator[ModelFreeSession]:
-    """A session without weights; where the model's files are not here, a tiny look-alike's tokenizer stands in."""
-    store = open_store(recipe)
-    chat, stand_in, problem = _chat(recipe, store)
+    """A session without weights; if the model's files are missing, with the tokenizer of a tiny model of its family."""
+    store, model, stand_in, problem = open_store(recipe), recipe.model, "", ""
+    try:
+        chat = load_chat_processor(model.path, store=store, family=model.family, revision=model.revision)
+    except ModelError as error:
+        named = model.path.lower().replace("_", "-").replace("qwen-", "qwen")
+        families = [family for family, facts in FAMILIES.items() if any(part in named for part in facts.names)]
+        families += [family for family, facts in FAMILIES.items() if facts.stands_in]
+        family = model.family if model.family != "auto" else families[0]
+        chat, stand_in, problem = load_stand_in(family, store), f"tiny:{family}", str(error)
     scorer = make_scorer(recipe.rewards, None, store)
     try:
         yield ModelFreeSession(recipe, store, chat, scorer, stand_in, problem)
@@ -179,66 +172,11 @@ def model_free_session(recipe: Recipe) -> Iterator[ModelFreeSession]:
         chat.decoder.close()
 
 
-def _chat(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str, str]:
-    model = recipe.model
-    try:
-        found = load_chat_processor(model.path, store=store, family=model.family, revision=model.revision)
-    except ModelError as error:
-        named = model.path.lower().replace("_", "-").replace("qwen-", "qwen")
-        families = [family for family, facts in FAMILIES.items() if any(part in named for part in facts.names)]
-        families += [family for family, facts in FAMILIES.items() if facts.stands_in]
-        family = model.family if model.family != "auto" else families[0]
-        return load_stand_in(family, store), f"tiny:{family}", str(error)
-    return found, "", ""
-
-
-class WatchedEnvironment:
-    """An environment, and somebody who hears what its ``reset`` and ``step`` return."""
-
-    def __init__(self, inner: Environment, watch: Watch) -> None:
-        self.inner, self._watch = inner, watch
-        self.instant = getattr(inner, "instant", False) is True
-
-    def reset(self, seed: int) -> Any:
-        """Start."""
-        return self._heard("reset", self.inner.reset(seed))
-
-    def step(self, response: str) -> Any:
-        """Act."""
-        return self._heard("step", self.inner.step(response))
-
-    def demonstrate(self) -> Any:
-        """A good response."""
-        return self.inner.demonstrate()
-
-    def close(self) -> Any:
-        """Give everything back."""
-        return self.inner.close()
-
-    def _heard(self, method: str, returned: Any) -> Any:
-        if isawaitable(returned):
-            return self._awaited(method, returned)
-        self._tell(method, returned)
-        return returned
-
-    async def _awaited(self, method: str, returned: Any) -> Any:
-        found = await returned
-        self._tell(method, found)
-        return found
-
-    def _tell(self, method: str, returned: Any) -> None:
-        with suppress(AttributeError, TypeError, ValueError):  # of a wrong type: the rollout says so
-            self._watch(method, returned)
-
-
-# Tasks are played twice: as they are demonstrated, and at random. What is wrong is a finding, and the checks go on.
-
-
+# Tasks are played twice: as they are demonstrated, and at random. Problems are findings, and the checks continue.
 Level = Literal["ok", "warning", "error"]
 DEMONSTRATED = "demonstrated play"
 MEDIA_AT_ONCE = 16
-MOST_NAMED = 100
-"""Problems of one check that are named; the others are counted."""
+MOST_NAMED = 100  # problems of one check that are named; the others are counted
 
 
 @dataclass(frozen=True)
@@ -253,9 +191,9 @@ class Finding:
 
 @dataclass
 class Split:
-    """The tasks of one side of a recipe, by their content; ``failed`` where one of its sources could not be read.
+    """The tasks of one side of a recipe, by their content.
 
-    ``left`` counts those that a run would not leave out.
+    ``failed``: a source could not be read. ``left``: the number of tasks that a run would not skip.
     """
 
     place: str
@@ -271,11 +209,11 @@ def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> It
     if session.stand_in:
         fetched = may_be_hub_id(recipe.model.path)
         why = f"the files of {recipe.model.path} are not here" if fetched else session.problem.rstrip(".")
-        level: Level = "warning" if fetched else "error"
         published = FAMILIES[session.stand_in.removeprefix("tiny:")].published_pixels is not None
         sizes = "media take as many tokens as in the published checkpoints" if published else "media take fewer tokens"
         measured = f"with it text takes more tokens than with the model's own files, and {sizes}"
-        yield Finding("model", "chat template", f"{why}; {session.stand_in} stands in; {measured}", level)
+        text = f"{why}; {session.stand_in} replaces it; {measured}"
+        yield Finding("model", "chat template", text, "warning" if fetched else "error")
     splits = []
     for place, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
         split = Split(place)
@@ -290,8 +228,8 @@ def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> It
                 continue
             yield from _check_source(session, where, section, source, split, rows, episodes)
         if not split.left and (split.tasks or (split.failed and recipe.tasks.on_bad_row == "skip")):
-            told = "every task that was read would be left out"
-            yield Finding(place, "tasks left", told, "error" if place == "tasks.train" else "warning")
+            level: Level = "error" if place == "tasks.train" else "warning"
+            yield Finding(place, "tasks left", "every task that was read would be left out", level)
     yield from _check_splits(*splits)
 
 
@@ -315,8 +253,8 @@ def _check_source(
             bad.append(str(error))
     if planner == "causal_history" and isinstance(source, CausalSource):
         bad += gaps(source).values()
-    told = f"{section.source}: {count:,} of {len(source):,} read"
-    yield Finding(where, "rows", *_counted(told, bad, _treated(session.recipe.tasks.on_bad_row)))
+    text = f"{section.source}: {count:,} of {len(source):,} read"
+    yield Finding(where, "rows", *_counted(text, bad, _level(session.recipe.tasks.on_bad_row)))
     split.tasks += tasks
     split.contents += [content_of(task) for task in tasks]
     if not tasks:
@@ -331,22 +269,21 @@ def _check_source(
         yield from _check_play(session, where, played, limits)
 
 
-def _treated(treatment: Treatment) -> Level:
-    """How bad it is what a run refuses or, if the recipe has it skipped, leaves out and counts."""
+def _level(treatment: Treatment) -> Level:
     return "warning" if treatment == "skip" else "error"
 
 
-def _counted(told: str, problems: Sequence[str], level: Level = "error") -> tuple[str, Level]:
-    """What was found, with the number of problems and a line for each, equal ones once."""
+def _counted(text: str, problems: Sequence[str], level: Level = "error") -> tuple[str, Level]:
+    """The text with the number of problems and a line for each, without repetitions."""
     if not problems:
-        return told, "ok"
+        return text, "ok"
     different = list(dict.fromkeys(problems))
     more = [f"and {len(different) - MOST_NAMED:,} more"] if len(different) > MOST_NAMED else []
-    return "\n".join((f"{told}; {len(problems):,} with a problem:", *different[:MOST_NAMED], *more)), level
+    return "\n".join((f"{text}; {len(problems):,} with a problem:", *different[:MOST_NAMED], *more)), level
 
 
 def content_of(task: Task) -> str:
-    """What a task is made of: an environment's start, or the question with its media and answer."""
+    """The identity of a task: an environment's start, or the question with its media and answer."""
     spec = task.environment
     key = getattr(resolve("environment", spec.name), "content_key", None) if spec is not None else None
     if spec is not None and task.metadata.get("split_by") == "seed":
@@ -361,39 +298,36 @@ def content_of(task: Task) -> str:
 
 def _check_splits(train: Split, held_out: Split) -> Iterator[Finding]:
     if train.failed or held_out.failed:
-        return  # which was found above; splits are compared when all of both can be read
+        return  # reported above; splits are compared only if all of both can be read
     if not held_out.tasks:
         yield Finding("tasks.evaluate", "splits", "there are no held-out tasks", "warning")
         return
     known = set(train.contents)
     shared = [task.id for content, task in zip(held_out.contents, held_out.tasks, strict=True) if content in known]
-    different = len(set(held_out.contents))
-    told = f"{len(set(train.contents)):,} different tasks to train on, {different:,} held out"
+    text = f"{len(known):,} different tasks to train on, {len(set(held_out.contents)):,} held out"
     if shared:
-        told += f"; {len(shared):,} held-out tasks are trained on too, the first: {shared[0]}"
-    yield Finding("tasks", "splits disjoint", told, "error" if shared else "ok")
+        text += f"; {len(shared):,} held-out tasks are trained on too, the first: {shared[0]}"
+    yield Finding("tasks", "splits disjoint", text, "error" if shared else "ok")
 
 
 def _check_media(session: ModelFreeSession, where: str, tasks: list[Task]) -> Generator[Finding, None, list[Task]]:
-    """Returns the tasks that a run would not leave out for their media."""
+    """Returns the tasks that a run would not skip for their media."""
     media = list(dict.fromkeys(media_of(message for task in tasks for message in task.messages)))
     if not media:
         return tasks
-    treatment = session.recipe.tasks.on_bad_row
     problems: list[str] = []
     unreadable: set[Media] = set()
-    level = _treated(treatment)
+    level = _level(session.recipe.tasks.on_bad_row)
     for start in range(0, len(media), MEDIA_AT_ONCE):
-        some = media[start : start + MEDIA_AT_ONCE]
-        found, error = attempt(session.chat.prepare, some)
-        if error is not None:  # which is not of one medium, and no run leaves it out
+        found, error = attempt(session.chat.prepare, media[start : start + MEDIA_AT_ONCE])
+        if error is not None:  # not of a single medium, so no run would skip it
             problems, level = [*problems, words(error)], "error"
             continue
         problems += [str(each) for each in found.values()]
         unreadable |= set(found)
     kinds = ", ".join(f"{sum(item.kind == kind for item in media):,} {kind}s" for kind in sorted({m.kind for m in media}))
     yield Finding(where, "media readable", *_counted(kinds, problems, level))
-    if treatment == "refuse":
+    if session.recipe.tasks.on_bad_row == "refuse":
         return tasks
     return [task for task in tasks if unreadable.isdisjoint(media_of(task.messages))]
 
@@ -401,7 +335,7 @@ def _check_media(session: ModelFreeSession, where: str, tasks: list[Task]) -> Ge
 def _check_questions(
     session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection
 ) -> Generator[Finding, None, list[Task]]:
-    """Measure the prompts of questions as a run does. Returns the tasks that it would not leave out for their length."""
+    """Measure prompts of questions as a run does; returns the tasks that it would not skip for their length."""
     renderer, treatment = Renderer(session.chat), session.recipe.tasks.on_long_prompt
     limit, key = section.prompt_limit
     lengths, long, short, fitting = [], [], [], []
@@ -411,7 +345,7 @@ def _check_questions(
             continue
         length, error = attempt(lambda asked=task: len(session.chat.layout(renderer.start(asked.messages))))
         if error is not None:
-            continue  # its media cannot be read, which was found above
+            continue  # its media cannot be read, which is reported above
         lengths.append(length)
         if length >= limit:
             long.append(f"task {task.id} takes {length} and is {'left out' if treatment == 'skip' else 'refused'}")
@@ -420,66 +354,50 @@ def _check_questions(
         elif length + section.max_new_tokens > limit:
             short.append(f"task {task.id} takes {length}, so its response is cut at {limit - length}")
     if lengths:
-        most = f"{limit:,} ({key.rstrip(',')})"
-        told = f"up to {max(lengths):,} tokens and {section.max_new_tokens:,} to write, of {most}"
-        yield Finding(where, "prompt lengths", *_counted(told, [*long, *short], _treated(treatment) if long else "warning"))
+        budget = f"{section.max_new_tokens:,} to write, of {limit:,} ({key.rstrip(',')})"
+        level = _level(treatment) if long else "warning"
+        yield Finding(
+            where, "prompt lengths", *_counted(f"up to {max(lengths):,} tokens and {budget}", [*long, *short], level)
+        )
     return fitting
 
 
 def _check_play(session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection) -> Iterator[Finding]:
     random = RandomPlay(EnvironmentMaker(session.store))
-    demonstrated = _episodes(session.play(tasks, lambda request: "", demonstrate=True, section=section))
-    first = _episodes(session.play(tasks, random.answer, make=random.make, section=section))
-    again = _episodes(session.play(tasks, random.answer, make=random.make, section=section))
-    shown = [episode for episode in demonstrated if not _lacks_demonstration(episode)]
+
+    def episodes(answers: Callable[[Request], str], **options: Any) -> list[Episode]:
+        return [group.episodes[0] for group in run_async(session.play(tasks, answers, section=section, **options))]
+
+    def course(episode: Episode) -> object:
+        return [([(m.role, m.content) for m in turn.observation], turn.reward, turn.parts) for turn in episode.turns]
+
+    demonstrated = episodes(lambda request: "", demonstrate=True)
+    first, again = (episodes(random.answer, make=random.make) for _ in range(2))
+    shown = [e for e in demonstrated if not (e.status is Status.FAILED and "demonstrat" in e.failure)]
     yield from _outcome(where, DEMONSTRATED, shown, len(tasks), session)
     yield from _outcome(where, "random play", first, len(tasks), session)
-    if random.action_names:
-        yield _actions(where, random.action_names)
-    differing = [a.task_id for a, b in zip(first, again, strict=True) if _course(a) != _course(b)]
+    if names := random.action_names:
+        numbers = all(name.lstrip("-").isdigit() for name in names)
+        text = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+        text += ": numbers say nothing to a model; name them by the option actions" if numbers else ""
+        yield Finding(where, "actions", text, "warning" if numbers else "ok")
+    differing = [a.task_id for a, b in zip(first, again, strict=True) if course(a) != course(b)]
     if tasks[0].environment is not None and any(episode.turns for episode in first):
-        told = "the same responses lead to the same observations and pay"
+        text = "the same responses lead to the same observations and rewards"
         if differing:
-            told = "the same responses lead to other observations or pay when played again, so runs do not repeat"
-        yield Finding(where, "repeats", *_counted(told, differing, "warning"))
-    yield from _success(where, tasks, (*shown, *first))
-    yield from _rewards(where, shown, first)
-    yield from _lengths(session, where, shown, first, section)
-    for name, told, good in try_tools(tasks, EnvironmentMaker(session.store)):
-        yield Finding(where, f"tool {name}", told, "ok" if good else "warning")
-
-
-def _success(where: str, tasks: Sequence[Task], episodes: Sequence[Episode]) -> Iterator[Finding]:
-    """Whether the episodes of an environment that came to their end were right or wrong, by any term."""
-    ended = [episode for episode in episodes if episode.status is Status.FINISHED]
+            text = "the same responses lead to other observations or rewards when played again, so runs do not repeat"
+        yield Finding(where, "repeats", *_counted(text, differing, "warning"))
+    ended = [episode for episode in (*shown, *first) if episode.status is Status.FINISHED]
     if tasks[0].environment is not None and ended and all(episode.correct is None for episode in ended):
-        told = (
+        text = (
             f"none of {len(ended)} episodes that ended says whether it succeeded, so there will be no accuracy: have the "
             "environment give success with its last step, or add a term that compares answers"
         )
-        yield Finding(where, "success", told, "warning")
-
-
-def _actions(where: str, names: Sequence[str]) -> Finding:
-    """The actions by name; numbers say nothing to a model."""
-    told = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
-    if all(name.lstrip("-").isdigit() for name in names):
-        return Finding(
-            where, "actions", f"{told}: numbers say nothing to a model; name them by the option actions", "warning"
-        )
-    return Finding(where, "actions", told, "ok")
-
-
-def _episodes(play: Coroutine[Any, Any, list[Group]]) -> list[Episode]:
-    return [group.episodes[0] for group in run_async(play)]
-
-
-def _lacks_demonstration(episode: Episode) -> bool:
-    return episode.status is Status.FAILED and "demonstrat" in episode.failure
-
-
-def _course(episode: Episode) -> object:
-    return [([(m.role, m.content) for m in turn.observation], turn.reward, turn.parts) for turn in episode.turns]
+        yield Finding(where, "success", text, "warning")
+    yield from _rewards(where, shown, first)
+    yield from _lengths(session, where, shown, first, section)
+    for name, text, good in try_tools(tasks, EnvironmentMaker(session.store)):
+        yield Finding(where, f"tool {name}", text, "ok" if good else "warning")
 
 
 def _outcome(
@@ -493,11 +411,11 @@ def _outcome(
     failed = [episode for episode in episodes if episode.status in (Status.FAILED, Status.ABORTED)]
     turns = [len(episode.turns) for episode in episodes]
     correct = [episode.correct for episode in episodes if episode.correct is not None]
-    told = f"{len(episodes)} of {asked} tasks, {min(turns)} to {max(turns)} turns"
-    told += f", {sum(correct)} of {len(correct)} correct" if correct else ""
-    long = all(episode.info.get("prompt_too_long") for episode in failed)  # of environments, which show theirs in play
-    worst = _treated(session.recipe.tasks.on_long_prompt) if long else "error"
-    found, level = _counted(told, [episode.failure for episode in failed], worst)
+    text = f"{len(episodes)} of {asked} tasks, {min(turns)} to {max(turns)} turns"
+    text += f", {sum(correct)} of {len(correct)} correct" if correct else ""
+    long = all(episode.info.get("prompt_too_long") for episode in failed)  # of environments, whose prompts show in play
+    worst = _level(session.recipe.tasks.on_long_prompt) if long else "error"
+    found, level = _counted(text, [episode.failure for episode in failed], worst)
     wrong = [e for e in episodes if e.correct is False] if check == DEMONSTRATED else []
     if wrong:
         found += f"\ndemonstrations that are judged wrong teach what gets no reward: {', '.join(e.task_id for e in wrong)}"
@@ -519,14 +437,14 @@ def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episo
         missing = [s.reason for episode in sound for s in episode.scores if s.name == name and s.missing]
         if any(NO_CLIENT in reason for reason in missing):
             yield Finding(where, f"reward {name}", "asks a judge, and none is asked here", "ok")
-        elif ranges or missing:  # else nothing was played to its end, which was found above
+        elif ranges or missing:  # else no episode finished, which is reported above
             yield Finding(where, f"reward {name}", *_counted(", ".join(ranges) or "never given", missing))
     totals = {kind: [e.reward for e in episodes if e.reward is not None] for kind, episodes in kinds.items()}
     if all(totals.values()):
         good, chance = (sum(values) / len(values) for values in totals.values())
-        level: Level = "ok" if good > chance else "warning"
         more = "" if good > chance else "; a reward that does not tell good play from random play teaches nothing"
-        yield Finding(where, "reward", f"demonstrated {good:.3g}, random {chance:.3g} on average{more}", level)
+        text = f"demonstrated {good:.3g}, random {chance:.3g} on average{more}"
+        yield Finding(where, "reward", text, "ok" if good > chance else "warning")
 
 
 def _lengths(
@@ -540,26 +458,25 @@ def _lengths(
     contexts: list[int] = []
     beyond, cut, tight = [], [], []
 
-    def taken(segment: Segment) -> int:
-        """Tokens of a segment; a response was written without a limit here, and a run would end it at its own."""
+    def taken(segment: Segment) -> int:  # responses have no limit here, but a run cuts them
         length = len(session.chat.layout(segment))
         return min(length, section.max_new_tokens) if segment.author == "model" else length
 
     for episode in (*demonstrated, *random):
         if episode.info.get("prompt_too_long"):
             beyond.append(episode.failure)
-        if episode.info.get("out_of_context"):  # a run counts the episode as truncated and goes on
+        if episode.info.get("out_of_context"):  # a run counts the episode as truncated and continues
             cut.append(episode.failure)
         lengths = [sum(map(taken, thread.segments)) for thread in episode.threads]
         contexts += lengths
         if lengths and max(lengths) > section.max_context_tokens:
             tight.append(f"task {episode.task_id} takes {max(lengths)}, so a response would be cut")
     if contexts:
-        told = f"up to {max(contexts):,} of {section.max_context_tokens:,} tokens ({section.context_key})"
-        level = _treated(session.recipe.tasks.on_long_prompt) if beyond else "warning"
-        yield Finding(where, "context lengths", *_counted(told, [*beyond, *cut, *tight], level))
+        text = f"up to {max(contexts):,} of {section.max_context_tokens:,} tokens ({section.context_key})"
+        level = _level(session.recipe.tasks.on_long_prompt) if beyond else "warning"
+        yield Finding(where, "context lengths", *_counted(text, [*beyond, *cut, *tight], level))
     written = [len(turn.response.tokens) for episode in demonstrated for turn in episode.turns]
     if written:
-        told = f"demonstrations take up to {max(written):,} tokens; {section.new_tokens_key} is {section.max_new_tokens:,}"
+        text = f"demonstrations take up to {max(written):,} tokens; {section.new_tokens_key} is {section.max_new_tokens:,}"
         long = max(written) > section.max_new_tokens
-        yield Finding(where, "response lengths", told + ": they would be cut" * long, "warning" if long else "ok")
+        yield Finding(where, "response lengths", text + ": they would be cut" * long, "warning" if long else "ok")

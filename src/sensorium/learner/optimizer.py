@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from sensorium.learner.saved_state import is_sharded, local_of, part_for, spread_like
 from sensorium.learner.team import ALONE, Team
 from sensorium.models.segment_layout import sent_to
-from sensorium.recipe.plan import EIGHT_BITS_APART
+from sensorium.recipe.checks import EIGHT_BITS_APART
 from sensorium.recipe.schema import OptimizerSection
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 

@@ -1,4 +1,4 @@
-"""The recipe: one typed file that says what a run is. Imports no torch, and builds nothing."""
+"""The recipe: one typed file that defines a run. Imports no torch, and builds nothing."""
 
 from sensorium.recipe.load import dump_recipe, load_recipe, parse_recipe
 from sensorium.recipe.names import register

@@ -1,7 +1,7 @@
-"""What an update holds beside weights and optimizer, in bytes: activations, the head's logits, the towers' blocks.
+"""Bytes of an update beside weights and optimizer: activations, the head's logits, the blocks of towers.
 
-As high as the recipe's budgets allow: a micro-batch is full, and every prompt is as long as the context leaves room for and
-all of it is pictures. In bfloat16 the layers are taken to be fused, as on CUDA.
+At most: a micro-batch is full, every prompt fills the context and is all pictures. In bfloat16 layers are assumed to be
+fused, as on CUDA.
 """
 
 from dataclasses import dataclass
@@ -12,33 +12,33 @@ from sensorium.recipe.shape import ModelShape
 
 HEAD_ROWS = 2048  # rows of logits at once (kernels/learner_triton.py)
 PATCHES = 4  # patches that become one token
-# What a tower holds through a whole update at most. One pass over few pictures is better than several over fewer: those are
-# launched more slowly than they are computed.
+# Of a tower through a whole update at most. One pass over few pictures beats several over fewer, which launch more slowly
+# than they compute.
 WHOLE_BYTES = 24 << 30
-LEAST_ROOM = 2 << 30  # that a tower takes where a forecast leaves it less: forecasts take every budget as full
+LEAST_ROOM = 2 << 30  # of a tower where a forecast leaves it less: forecasts take every budget as full
 
 
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Activations of the language model's layers that one micro-batch keeps for its backward pass; ``auto``: at most."""
-    how, tokens = recipe.model.gradient_checkpointing, microbatch_tokens(recipe)
+    """Activations of the language model's layers that one micro-batch stores for its backward pass."""
+    how, tokens = recipe.model.gradient_checkpointing, _microbatch_tokens(recipe)
     how = False if how == "auto" else how
     if recipe.model.dtype == "float32":
         layer = 4 * (5 * shape.hidden + 2 * shape.queries + 2 * shape.key_values + 4 * shape.mlp)
         return tokens * (4 * shape.layers * shape.hidden + layer if how else shape.layers * layer)
     if recipe.model.precision == "matched" and how == "selective":
         how = True  # its layers are recomputed whole, or not at all
-    # The float32 stream before and between both halves; queries, keys, values and what was seen; gate and up.
+    # The float32 residual stream before and between both halves; queries, keys, values, attention output; gate and up.
     attention, gates = 8 * shape.hidden + 4 * shape.queries + 4 * shape.key_values, 4 * shape.mlp
     at_work = 2 * gates + 12 * shape.hidden  # gradients of the layer that the backward pass is in
     if recipe.model.precision == "matched":
-        gates += 2 * shape.mlp + 6 * shape.hidden  # what the gate opened, and the normed stream twice
+        gates += 2 * shape.mlp + 6 * shape.hidden  # the gated product, and the normed stream twice
     if how is True:
         return tokens * (shape.layers * 4 * shape.hidden + attention + gates + at_work)
     return tokens * (shape.layers * (attention if how else attention + gates) + at_work)
 
 
 def head_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Logits of a chunk in float32 and their gradients, and the gradient of the head's weight, where kernels compute it."""
+    """Logits of a chunk in float32, their gradients, and the gradient of the head's weight, if kernels compute it."""
     if recipe.model.dtype == "float32":
         return 0
     return 6 * HEAD_ROWS * shape.vocabulary + 6 * shape.vocabulary * shape.hidden
@@ -46,9 +46,9 @@ def head_bytes(recipe: Recipe, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class TowerRoom:
-    """Memory for what towers hold for their backward pass, and what a patch takes of it.
+    """Memory for the backward pass of towers, and bytes per patch.
 
-    ``kept``: all that the pass needs; 0 if blocks are recomputed in any case. ``recomputed``: the inputs of blocks alone.
+    ``kept``: with all activations; 0 if blocks are always recomputed. ``recomputed``: with the inputs of blocks alone.
     """
 
     bytes: int
@@ -57,11 +57,10 @@ class TowerRoom:
 
 
 def tower_bytes(recipe: Recipe, shape: ModelShape, *, spread: bool = False) -> int:
-    """What the vision tower holds where it learns: the inputs of its blocks, which are recomputed.
+    """Of a vision tower that learns: the inputs of its blocks, or all activations where nothing is recomputed.
 
-    Those of all prompts of an update, or of a full micro-batch where that is too much and no ranks share the tower
-    (``spread``). Where ``auto`` may keep the rest too, the rest as well; and where nothing is recomputed, as in float32
-    on a CPU: norms, queries, keys and values, rotated ones, what was seen, both sums, and what the MLP makes.
+    For all prompts of an update, or for a full micro-batch where that is too much and no ranks share the tower
+    (``spread``).
     """
     if recipe.model.dtype == "float32" and _tower_is_trained(recipe, shape):
         block = 9 * shape.tower_hidden + 3 * (shape.tower_mlp or 4 * shape.tower_hidden)
@@ -73,7 +72,7 @@ def tower_bytes(recipe: Recipe, shape: ModelShape, *, spread: bool = False) -> i
         return kept_tower_bytes(recipe, shape)
     recomputed, patches = tower_room(shape).recomputed, _update_patches(recipe)
     if patches * recomputed > WHOLE_BYTES and not spread and not recipe.cluster.shared:
-        patches = min(patches, microbatch_tokens(recipe) * PATCHES)
+        patches = min(patches, _microbatch_tokens(recipe) * PATCHES)
     return patches * recomputed
 
 
@@ -83,16 +82,16 @@ def tower_learns(recipe: Recipe, shape: ModelShape) -> bool:
 
 
 def kept_tower_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """What the tower takes where nothing of it is recomputed: through the update, or by micro-batch if that is too much."""
+    """Bytes of a tower that is not recomputed: for the update, or by micro-batch if that is too much."""
     kept, patches = tower_room(shape).kept, _update_patches(recipe)
     at_once = recipe.batch.tokens_per_microbatch // _group_tokens(recipe) * longest_prompt(recipe) * PATCHES
     return (patches if patches * kept <= WHOLE_BYTES else min(patches, at_once)) * kept
 
 
 def tower_room(shape: ModelShape, bytes: int = 0, *, keeps: bool = True) -> TowerRoom:
-    """What a patch takes of so many bytes, in 16 bits.
+    """Room of so many bytes, in 16 bits.
 
-    Kept of a block: its input, queries, keys, values, what was seen, the stream between both halves; gate and up.
+    Stored per block: input, queries, keys, values, attention output, the stream between both halves; gate and up.
     """
     block = 12 * shape.tower_hidden + 4 * shape.tower_mlp
     inputs = 2 * shape.tower_hidden
@@ -101,10 +100,10 @@ def tower_room(shape: ModelShape, bytes: int = 0, *, keeps: bool = True) -> Towe
 
 
 def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
-    """Whether the tower's activations can be kept in place of computing them again.
+    """Whether the tower's activations can be stored instead of recomputed.
 
-    Its blocks must be functions that keep little (``models/tower_blocks.py``), without adapters. A medium must be shown by
-    one micro-batch alone, so a group must fit in one, and the learner must hold the whole tower.
+    Its blocks must be those of ``models/tower_blocks.py``, without adapters. A group must fit in a micro-batch, so that one
+    micro-batch alone shows a medium, and the learner must hold the whole tower.
     """
     learns = not recipe.model.lora.rank and tower_learns(recipe, shape)
     single = recipe.rollout.max_turns == 1 and _group_tokens(recipe) <= recipe.batch.tokens_per_microbatch
@@ -113,11 +112,7 @@ def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
     return light and learns and single and not recipe.cluster.shared
 
 
-def microbatch_tokens(recipe: Recipe) -> int:
-    """Tokens of one micro-batch at most, on one of the learners that share it; small updates do not fill it.
-
-    A context that is longer than the recipe's limit is a micro-batch of its own.
-    """
+def _microbatch_tokens(recipe: Recipe) -> int:
     batch = recipe.batch
     limit = max(batch.tokens_per_microbatch, recipe.rollout.max_context_tokens)
     whole = min(limit, batch.prompts_per_step // batch.updates_per_epoch * _group_tokens(recipe))
@@ -125,15 +120,12 @@ def microbatch_tokens(recipe: Recipe) -> int:
 
 
 def gathered_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """What learners that share tokens hold of each other's keys and values, in one layer at a time.
-
-    All of them gathered and once more below their pieces, and their gradients in float32, twice while they are summed.
-    """
+    """Keys and values that learners with shared tokens gather in a layer, twice, and their float32 gradients, twice."""
     sharing = recipe.cluster.sequence_parallel
     if sharing == 1:
         return 0
     size = 4 if recipe.model.dtype == "float32" else 2
-    return sharing * microbatch_tokens(recipe) * 2 * shape.key_values * (2 * size + 2 * 4)
+    return sharing * _microbatch_tokens(recipe) * 2 * shape.key_values * (2 * size + 2 * 4)
 
 
 def _tower_is_trained(recipe: Recipe, shape: ModelShape) -> bool:
@@ -148,14 +140,12 @@ def longest_prompt(recipe: Recipe) -> int:
 
 
 def _update_patches(recipe: Recipe) -> int:
-    """Patches of an update's prompts at most, of the warm start too."""
     warm = recipe.warm_start.prompts_per_step if recipe.warm_start.steps else 0
     prompts = max(warm, recipe.batch.prompts_per_step // recipe.batch.updates_per_epoch)
     return prompts * longest_prompt(recipe) * PATCHES
 
 
 def _group_tokens(recipe: Recipe) -> int:
-    """Tokens of a group at most, its prompt once; of several turns every episode has its own."""
     batch, rollout = recipe.batch, recipe.rollout
     if rollout.max_turns > 1:
         return batch.group_size * rollout.max_context_tokens

@@ -15,7 +15,7 @@ WIDE_FOR_A_SEQUENCE = 0.05
 SHARED_BY_LOSSES = ("name", "aggregation", "aggregation_constant", "entropy_coef")
 
 
-_TRUNCATED = (
+TRUNCATED = (
     "rollout.top_p {top_p:g}, top_k {top_k}: tokens are sampled from the truncated policy and trained as if from the whole "
     "one. Ratios (current / old) are of the whole policy and exactly 1 in the first update, so they do not see it: what "
     "was cut off is never tried and only loses probability, and entropy falls faster. Sample the whole policy (top_p 1, "
@@ -24,23 +24,24 @@ _TRUNCATED = (
 
 
 def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Everything in ``algorithm`` that cannot be meant."""
+    """Contradictions and settings without effect in ``algorithm``."""
     yield from _estimator(recipe)
     yield from _loss(recipe)
     yield from _kl(recipe)
     yield from _correction(recipe)
+    yield from _schedule(recipe)
     yield from _critic(recipe)
 
 
 def cautions(recipe: Recipe) -> list[str]:
-    """Settings that run, but equal something simpler: one sentence each, for the start of the run."""
+    """Settings that run, but equal something simpler, or are risky: one sentence each, for the start of the run."""
     section, found = recipe.algorithm.advantage, []
     name, one_turn = section.name, recipe.rollout.max_turns == 1
     unit = section.gamma == section.lam == section.turn_gamma == section.turn_lam == 1.0
     if name == "bi_level_gae" and unit:
         found.append(
             "algorithm.advantage: bi_level_gae with gamma, lam, turn_gamma and turn_lam all 1 equals masked_gae with gamma "
-            "and lam 1, as long as rewards are paid at turn ends. To weigh turns differently set turn_gamma below 1."
+            "and lam 1, as long as rewards come at turn ends. To weigh turns differently set turn_gamma below 1."
         )
     elif name == "bi_level_gae" and one_turn:
         found.append(
@@ -70,7 +71,7 @@ def cautions(recipe: Recipe) -> list[str]:
     truncated = recipe.steps > 0 and (rollout.top_p < 1 or rollout.top_k > 0)
     sampled = correction.engine_logprobs == "sampled"
     if truncated and not (sampled and correction.weights != "none"):
-        found.append(_TRUNCATED.format(top_p=rollout.top_p, top_k=rollout.top_k))
+        found.append(TRUNCATED.format(top_p=rollout.top_p, top_k=rollout.top_k))
     if sampled and not truncated:
         found.append(
             "algorithm.correction.engine_logprobs: sampled is the same as policy here, since neither rollout.top_p nor "
@@ -86,7 +87,6 @@ def cautions(recipe: Recipe) -> list[str]:
 
 
 def _loss_cautions(recipe: Recipe) -> Iterator[str]:
-    """Ranges that do not fit the ratio they bound."""
     section = recipe.algorithm.loss
     name, low, high = section.name, section.clip_low, section.clip_high
     if name == "gspo" and low is not None and high is not None and max(low, high) >= WIDE_FOR_A_SEQUENCE:
@@ -180,30 +180,22 @@ def _correction(recipe: Recipe) -> Iterator[Problem]:
     if section.weights != "none" or section.reject != "none":
         takes += ["engine_logprobs"]
     yield from _unused(section, (), takes, at, f"weights '{section.weights}' ({section.mode}), reject '{section.reject}'")
-    if recipe.schedule.name == "one_step_off":
-        yield from _one_step_off(recipe)
-    if recipe.schedule.name == "asynchronous":
-        yield from _asynchronous(recipe)
-    elif recipe.schedule.max_staleness != ScheduleSection().max_staleness:
-        yield "schedule.max_staleness", f"{recipe.schedule.name} has no such bound; it belongs to schedule: asynchronous."
     if section.mode == "band" and section.low >= section.high:
         yield f"{at}.low", f"the band from low {section.low} to high {section.high} is empty."
 
 
-def _one_step_off(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.algorithm.correction.weights == "none":
-        older = "with one_step_off a step is trained on episodes that an older policy wrote, and nothing accounts for that"
+def _schedule(recipe: Recipe) -> Iterator[Problem]:
+    schedule, best = recipe.schedule.name, recipe.checkpoint.best
+    if schedule != "synchronous" and recipe.algorithm.correction.weights == "none":
+        older = f"with {schedule} a step is trained on episodes of older policies, and nothing accounts for that"
         yield "schedule", f"{older}: set algorithm.correction.weights (token), or schedule: synchronous."
-    best = recipe.checkpoint.best
-    if best and not best.startswith("eval/"):
+    if schedule == "one_step_off" and best and not best.startswith("eval/"):
         due = f"with schedule one_step_off nothing is played ahead where a checkpoint is due; '{best}' may be best anywhere"
         yield "checkpoint.best", f"{due}: name a metric of evaluations (eval/…), or leave it empty."
-
-
-def _asynchronous(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.algorithm.correction.weights == "none":
-        older = "with asynchronous a step is trained on episodes that older policies wrote, and nothing accounts for that"
-        yield "schedule", f"{older}: set algorithm.correction.weights (token), or schedule: synchronous."
+    if schedule != "asynchronous":
+        if recipe.schedule.max_staleness != ScheduleSection().max_staleness:
+            yield "schedule.max_staleness", f"{schedule} has no such bound; it belongs to schedule: asynchronous."
+        return
     if recipe.rollout.schedule == "lockstep":
         yield (
             "rollout.schedule",
@@ -252,10 +244,7 @@ def _critic(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unused(section: Section, taken: Sequence[str], shared: Sequence[str], at: str, who: str) -> Iterator[Problem]:
-    """Settings that differ from their default and that nobody will look at.
-
-    PPO's clip may stay where a recipe's loss is replaced by one that does not clip, and so may nothing (null).
-    """
+    """Settings without effect that differ from their default. PPO's clip, and null, are accepted with any loss."""
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
         inherited = key in CLIP and value == PPO_CLIP[CLIP.index(key)]

@@ -1,4 +1,7 @@
-"""Which metrics a recipe can produce, as far as shows before it runs: for keys that name one (``checkpoint.best``)."""
+"""What is wrong with a recipe beyond its types, and what works less well than it seems; nothing is built, without torch.
+
+``problems`` yield the dotted place of each problem and a sentence, as ``("batch.group_size", "grpo compares …")``.
+"""
 
 import os
 import re
@@ -20,74 +23,57 @@ from sensorium.recipe.schema import (
     SelectionSection,
     SourceSection,
 )
-from sensorium.recipe.shape import read_shape
+from sensorium.recipe.shape import IncompleteConfig, ModelShape, read_shape
 from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError, nearest
+from sensorium.vocabulary.metric_names import OF_A_CRITIC, OF_A_STEP, OF_AN_EVALUATION, OPEN_FAMILIES
 
-OF_A_STEP = (
-    "reward/mean", "reward/greedy", "accuracy", "tasks/skipped_bad", "tasks/skipped_long", "groups/zero_variance",
-    "groups/trained", "groups/dropped", "groups/rounds", "groups/without_signal", "groups/short", "groups/cancelled",
-    "groups/unused", "groups/too_alike", "episodes/length_mean", "episodes/length_max", "episodes/turns_mean",
-    "episodes/truncated", "episodes/out_of_context", "episodes/empty", "episodes/failed", "episodes/dropped",
-    "episodes/masked", "episodes/kept_length_mean", "episodes/kept_length_max", "episodes/dropped_length_mean",
-    "episodes/dropped_length_max", "groups/open",
-    "policy/loss", "policy/clip_fraction", "policy/entropy", "policy/grad_norm", "policy/kl_old", "policy/kl_ref",
-    "policy/kl_coef", "policy/learning_share", "policy/lr", "policy/ratio_max", "policy/skipped",
-)  # fmt: skip
-OF_A_CRITIC = ("value/loss", "value/explained_variance", "value/mean", "value/clip_fraction", "value/grad_norm")
-OPEN = (
-    "mismatch", "correction", "router", "packing", "media", "time", "throughput", "memory", "health", "retries", "sight",
-    "environment", "engine", "staleness", "wait", "worker",
-)  # fmt: skip
-"""Families that no recipe would choose a checkpoint by; any name in them is taken."""
-
-OF_AN_EVALUATION = ("accuracy", "reward", "length_mean", "turns_mean", "failed", "missing")
-OWN_NAMES = ("environment", "accuracy_by_type")  # these terms may name their scores themselves, as a user's own terms may
+OWN_NAMES = ("environment", "accuracy_by_type")  # terms that name their scores themselves, as a user's own may
 
 
 def wrong_metric(recipe: Recipe, metric: str) -> str:
-    """What is wrong with a metric that is to choose the best checkpoint, in a sentence; empty if it can be produced."""
+    """What is wrong with a metric that chooses the best checkpoint; empty if the recipe can produce it."""
     if not metric or metric == CheckpointSection.model_fields["best"].default:
         return ""
     family, _, rest = metric.partition("/")
+    terms = [str(term.options.get("name", term.name)) for term in recipe.rewards.terms]
+    open_ended = any(":" in term.name or term.name in OWN_NAMES for term in recipe.rewards.terms)
     if family == "eval":
-        return _wrong_evaluation(recipe, metric, rest)
-    known = [*OF_A_STEP, *_terms(recipe, "reward/"), *_terms(recipe, "missing/")]
+        if not recipe.evaluation.every or not recipe.tasks.evaluate:
+            return f"'{metric}' is never measured: give tasks.evaluate a source and set evaluation.every."
+        known = [*OF_AN_EVALUATION, *(f"reward/{term}" for term in terms)]
+        if recipe.evaluation.samples > 1:
+            known += [f"{name}@{recipe.evaluation.samples}" for name in ("mean", "best", "majority")]
+        if rest in known or rest.startswith("accuracy/") or (rest.startswith("reward/") and open_ended):
+            return ""
+        return f"no evaluation has the metric '{metric}'{nearest(metric, [f'eval/{name}' for name in known])}"
+    known = [*OF_A_STEP, *(f"{prefix}/{term}" for prefix in ("reward", "missing") for term in terms)]
     if estimator_traits(recipe.algorithm.advantage.name).critic:
         known += OF_A_CRITIC
-    if metric in known or family in OPEN or (family in ("reward", "missing") and _names_its_own(recipe)):
+    if metric in known or family in OPEN_FAMILIES or (family in ("reward", "missing") and open_ended):
         return ""
     return f"this recipe never has the metric '{metric}'{nearest(metric, [*known, 'eval/accuracy', 'eval/reward'])}"
 
 
-def _wrong_evaluation(recipe: Recipe, metric: str, rest: str) -> str:
-    if not recipe.evaluation.every or not recipe.tasks.evaluate:
-        return f"'{metric}' is never measured: give tasks.evaluate a source and set evaluation.every."
-    known = [*OF_AN_EVALUATION, *_terms(recipe, "reward/")]
-    if recipe.evaluation.samples > 1:
-        known += [f"{name}@{recipe.evaluation.samples}" for name in ("mean", "best", "majority")]
-    if rest in known or rest.startswith("accuracy/") or (rest.startswith("reward/") and _names_its_own(recipe)):
-        return ""
-    return f"no evaluation has the metric '{metric}'{nearest(metric, [f'eval/{name}' for name in known])}"
-
-
-def _terms(recipe: Recipe, prefix: str) -> list[str]:
-    return [f"{prefix}{term.options.get('name', term.name)}" for term in recipe.rewards.terms]
-
-
-def _names_its_own(recipe: Recipe) -> bool:
-    """True if a term's scores may have names that the recipe does not tell, such as the parts an environment pays."""
-    return any(":" in term.name or term.name in OWN_NAMES for term in recipe.rewards.terms)
-
-
+Problem = tuple[str, str]
+MOST, LARGEST = 10**12, 1e30
+MOST_EPISODES = 10**6
+ENGINES_WITH_CONTEXT = ("native", "process", "vllm")
+LEAST_CONTEXT = 16  # tokens; engines refuse fewer themselves
+DEVICES = ("auto", "cpu", "cuda")
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+EIGHT_BITS_APART = (
+    "optimizer.moments is '8-bit', and the learner is spread over ranks: blocks of 256 numbers would be cut where its rows "
+    "are. Use optimizer.moments: bfloat16."
+)
 ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 OWN_WEIGHTS = ("process", "vllm")
+# Sources whose tasks have no environment of their own.
 QUESTIONS = ("shapes", "intent", "daily_omni", "caprl", "captioned_shapes", "caption_reading", "sight_and_sound")
-"""Sources whose tasks have no environment of their own."""
 
 
 def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Several engines need weights of their own each, and episodes that do not wait for each other."""
+    """What is wrong with ``cluster``."""
     section, rollout = recipe.cluster, recipe.rollout
     if section.engines > 1 and rollout.engine.name == "native":
         yield (
@@ -96,13 +82,21 @@ def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"use rollout.engine: {' or '.join(OWN_WEIGHTS)}.",
         )
     elif section.engines > 1 and rollout.schedule == "lockstep":
+        yield "cluster.engines", "lockstep is one order of all episodes in one engine: set rollout.schedule: eager."
+    sharing, learners = section.sequence_parallel, section.learners
+    if learners % sharing:
+        several = f"{learners} learners are" if learners > 1 else "there is one learner, which is"
         yield (
-            "cluster.engines",
-            "lockstep is one order of all episodes in one engine, and several engines follow the clock: set "
-            "rollout.schedule: eager.",
+            "cluster.sequence_parallel",
+            f"{sharing} learners are to share the tokens of a micro-batch, and {several} not a multiple of that: set "
+            f"cluster.learners to {sharing}, {2 * sharing}, …, or leave cluster.sequence_parallel out.",
         )
-    if section.sequence_parallel > 1:
-        yield from _undivided_tokens(recipe)
+    if sharing > 1 and recipe.model.precision == "matched":
+        yield (
+            "cluster.sequence_parallel",
+            "model.precision is 'matched': attention would have to sum as the engine does, which is not built for tokens "
+            "on several learners. Use model.precision: fast.",
+        )
     if section.address and section.placement != "ray":
         yield (
             "cluster.address",
@@ -111,7 +105,7 @@ def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     elif section.address == "local":
         yield "cluster.address", "a cluster is started on this machine where no address is given: leave it out."
-    elif section.address and not is_address(section.address):
+    elif section.address and not _is_address(section.address):
         yield (
             "cluster.address",
             f"'{section.address}' is no address of a Ray cluster: give HOST:PORT, where 'ray start --head' listens (6379 "
@@ -129,23 +123,27 @@ def cluster_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "cluster.backend", "nccl needs GPUs, and model.device is cpu: leave it out, or set it to gloo."
     if section.environments:
         yield from _unplaced_environments(recipe)
-    if section.rewards:
-        yield from _unplaced_rewards(recipe)
+    if section.rewards and (passed := [term.name for term in recipe.rewards.terms if term.name.startswith(SCHEME)]):
+        yield (
+            "cluster.rewards",
+            f"the term '{passed[0]}' is an object of this process, which no other can import. Put it into a module and "
+            "name it module:name.",
+        )
 
 
-def is_address(text: str) -> bool:
-    """True for 'auto' and for HOST:PORT, also of Ray's client (``ray://``) and of IPv6 (``[::1]:6379``)."""
+def _is_address(text: str) -> bool:  # 'auto' or HOST:PORT, also of Ray's client (ray://) and of IPv6 ([::1]:6379)
     found = ADDRESS.fullmatch(text)
     return text == "auto" or (found is not None and 0 < int(found["port"]) < 65536)
 
 
 def cluster_notes(recipe: Recipe, *, gpus: bool, cpus: int | None = None) -> Iterator[str]:
-    """What runs, but not as fast as its numbers promise. ``gpus``: this machine has some; ``cpus``: so many, if given."""
-    device, cpus = recipe.model.device, cpus or _usable_cpus()
+    """What runs, but slower than its number of processes suggests. ``gpus``: whether this machine has some."""
+    device = recipe.model.device
+    cpus = cpus or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if recipe.cluster.address or not (device == "cpu" or (device == "auto" and not gpus)):
         return  # other machines have CPUs of their own, and beside a GPU a process needs few
     parts = computing_processes(recipe.model_dump(include={"cluster", "rollout"}))
-    # Of a synchronous run, engines wait while learners compute, and the other way round.
+    # In a synchronous run engines wait while learners compute, and vice versa.
     at_once = max(parts.values(), default=0) if recipe.schedule.name == "synchronous" else sum(parts.values())
     if at_once > cpus:
         yield (
@@ -160,31 +158,61 @@ def gpus_seen() -> bool:
     return any(any(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "kfd", "dxg"))
 
 
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def computing_notes(recipe: Recipe) -> Iterator[str]:
+    """Refuse what ``model.precision: matched`` or ranks cannot compute; note what runs without a fast path."""
+    try:
+        shape = read_shape(recipe.model.path, recipe.model.revision)
+    except IncompleteConfig:  # loading the model reports what its config lacks
+        shape = None
+    model, cluster, engine = recipe.model, recipe.cluster, recipe.rollout.engine
+    experts = shape is not None and "moe" in shape.family
+    if model.precision == "matched":
+        fast = "Use model.precision: fast."
+        placement = f"learners is {cluster.learners}" if cluster.learners > 1 else "placement is 'ray'"
+        reason = ""
+        if experts:
+            reason = f"a mixture of experts computes a token together with others. {fast}"
+        elif engine.name == "vllm":
+            reason = f"engine 'vllm' does not compute as the learner does. Use rollout.engine: native or process. {fast}"
+        elif cluster.shared:
+            reason = f"cluster.{placement}: a sharded learner runs the stock layers. {fast}"
+        elif engine.options.get("kv") == "rows":
+            reason = "rollout.engine.options.kv is 'rows', while it attends over pages. Use kv: auto or pages."
+        if reason:
+            raise RecipeError(f"model.precision is 'matched', and {reason}")
+    optimizers = (recipe.optimizer, recipe.warm_start.optimizer, recipe.algorithm.critic.optimizer)
+    if cluster.shared and any(section.moments == "8-bit" for section in optimizers):
+        raise RecipeError(EIGHT_BITS_APART)
+    if experts and model.device != "cpu":
+        yield (
+            "model: on a GPU, decode steps of a mixture of experts run without CUDA graphs, which is slower: its routing "
+            "is read on the host"
+        )
+    if shape is not None and (beyond := context_note(recipe, shape)):
+        yield beyond
+    frozen = {"vision", "audio"} & set(model.freeze)
+    if frozen and "projector" not in model.freeze and not model.lora.rank:
+        yield (
+            f"model.freeze has {' and '.join(sorted(frozen, reverse=True))} without projector, so media go through their "
+            "tower in every step: features are cached only if the projector, which is a part of the tower, is frozen too. "
+            "Freeze both to have each medium encoded once"
+        )
 
 
-def _undivided_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What keeps the tokens of a micro-batch from being shared by several learners."""
-    section = recipe.cluster
-    sharing, learners = section.sequence_parallel, section.learners
-    if learners % sharing:
-        several = f"{learners} learners are" if learners > 1 else "there is one learner, which is"
-        yield (
-            "cluster.sequence_parallel",
-            f"{sharing} learners are to share the tokens of a micro-batch, and {several} not a multiple of that: set "
-            f"cluster.learners to {sharing}, {2 * sharing}, …, or leave cluster.sequence_parallel out.",
-        )
-    if recipe.model.precision == "matched":
-        yield (
-            "cluster.sequence_parallel",
-            "model.precision is 'matched': attention would have to sum as the engine does, which is not built for tokens "
-            "on several learners. Use model.precision: fast.",
-        )
+def context_note(recipe: Recipe, shape: ModelShape) -> str:
+    """A warning if prompts and responses may be longer than the model was made for; else empty."""
+    held_out = recipe.tasks.evaluate and recipe.held_out_rollout.max_context_tokens > recipe.rollout.max_context_tokens
+    section = recipe.held_out_rollout if held_out else recipe.rollout
+    longest = section.max_context_tokens
+    if not shape.positions or longest <= shape.positions:
+        return ""
+    return (
+        f"{section.context_key} is {longest}, and the model was made for {shape.positions} "
+        "(max_position_embeddings in its config.json): what it writes behind that is likely to be noise. Lower it"
+    )
 
 
 def _unplaced_environments(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What keeps a recipe's environments from being played by workers."""
     named = [
         str(options["environment"])
         for source in (*recipe.tasks.train, *recipe.tasks.evaluate)
@@ -203,20 +231,7 @@ def _unplaced_environments(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "module:Class.",
         )
     if not any(source.source not in QUESTIONS for source in recipe.tasks.train):
-        yield (
-            "cluster.environments",
-            "all tasks are questions, which are played in place: there is nothing for workers to do. Leave it out.",
-        )
-
-
-def _unplaced_rewards(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What keeps a recipe's terms from being asked in workers."""
-    if passed := [term.name for term in recipe.rewards.terms if term.name.startswith(SCHEME)]:
-        yield (
-            "cluster.rewards",
-            f"the term '{passed[0]}' is an object of this process, which no other can import. Put it into a module and "
-            "name it module:name.",
-        )
+        yield "cluster.environments", "all tasks are questions, which the driver plays: workers have no work. Leave it out."
 
 
 def ray_needs(recipe: Recipe, *, gpus: bool) -> dict[str, dict[str, float]]:
@@ -234,23 +249,8 @@ def engine_gpus(recipe: Recipe) -> float:
     return float(recipe.rollout.engine.options.get("tensor_parallel", 1))
 
 
-# Each check yields the place of a problem and a sentence; nothing is built, and no check needs torch.
-
-
-Problem = tuple[str, str]
-"""A dotted place in the recipe, and what is wrong there."""
-
-MOST, LARGEST = 10**12, 1e30
-MOST_EPISODES = 10**6
-ENGINES_WITH_CONTEXT = ("native", "process", "vllm")
-LEAST_CONTEXT = 16
-"""Tokens; an engine's own check refuses fewer."""
-DEVICES = ("auto", "cpu", "cuda")
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
-
-
 def problems(recipe: Recipe) -> list[Problem]:
-    """Everything wrong with a recipe that its types do not show; names first, since the rest leans on them."""
+    """Everything wrong with a recipe beyond its types; names first, since the other checks rely on them."""
     return list(_names(recipe)) or [
         *_sizes(recipe.model_dump(), ""),
         *_options(recipe),
@@ -262,12 +262,11 @@ def problems(recipe: Recipe) -> list[Problem]:
         *algorithm_problems(recipe),
         *cluster_problems(recipe),
         *_lora(recipe),
-        *_pay(recipe),
+        *_rewards(recipe),
     ]
 
 
 def _sizes(section: Mapping[str, Any], at: str) -> Iterator[Problem]:
-    """Numbers that no run can mean, and that would overflow somewhere in the middle of one."""
     for key, value in section.items():
         place = f"{at}{key}"
         if isinstance(value, Mapping) and key != "options":
@@ -275,7 +274,7 @@ def _sizes(section: Mapping[str, Any], at: str) -> Iterator[Problem]:
         elif isinstance(value, int) and place != "seed" and abs(value) > MOST:
             yield place, f"'{place}' is {value!r:.40}; it must be at most {MOST:,}."
         elif isinstance(value, float) and value and not 1 / LARGEST <= abs(value) <= LARGEST:
-            yield place, f"'{place}' is {value:g}; a number here lies between {1 / LARGEST:g} and {LARGEST:g}, or is 0."
+            yield place, f"'{place}' is {value:g}; a number here must be between {1 / LARGEST:g} and {LARGEST:g}, or is 0."
 
 
 def _names(recipe: Recipe) -> Iterator[Problem]:
@@ -330,15 +329,14 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _parts(model: ModelSection) -> set[str]:
-    """The groups of a model that have parameters: counted where it is on this disk, else by its family."""
     shape = None
-    with suppress(RecipeError):  # what is wrong with its files is told when they are loaded
+    with suppress(RecipeError):  # loading the files reports what is wrong with them
         shape = read_shape(model.path, model.revision)
     if shape:
         return {group for group, count in shape.parameters.items() if count}
     scheme, _, name = model.path.partition(":")
     family = name if scheme == "tiny" else model.family
-    facts = FAMILIES.get(family)  # of one that is not known, any part may be there
+    facts = FAMILIES.get(family)  # an unknown family may have any part
     return {"language"} | ({"vision", "audio", "projector"} if facts is None else {group for _, group in facts.parts})
 
 
@@ -348,43 +346,34 @@ def _group(name: str, place: str) -> Iterator[Problem]:
 
 
 def _options(recipe: Recipe) -> Iterator[Problem]:
-    """Options of sources, environments, planners and reward terms against what they are; those packages are free of torch.
-
-    What cannot be loaded is told once, though training and evaluation name it both.
-    """
-    told = set()
-    for place, problem in _each_option(recipe):
-        if not place.endswith((".source", ".environment", ".name")) or problem not in told:
-            yield place, problem
-        told.add(problem)
-
-
-def _each_option(recipe: Recipe) -> Iterator[Problem]:
+    named = []
     for place, section in _sources(recipe):
-        yield from _unfit("source", section.source, section.options, f"{place}.source", f"{place}.options")
+        at = f"{place}.options"
+        named.append(("source", section.source, section.options, f"{place}.source", at))
         if section.source == "environments" and "environment" in section.options:
             environment, options = section.options["environment"], section.options.get("options") or {}
-            if not isinstance(environment, str) or not isinstance(options, Mapping):
-                given = f"{environment!r:.40} with {options!r:.40}"
-                yield f"{place}.options", f"an environment is a name with an object of options, not {given}"
-                continue
-            yield from _unfit(
-                "environment", environment, options, f"{place}.options.environment", f"{place}.options.options"
-            )
+            if isinstance(environment, str) and isinstance(options, Mapping):
+                named.append(("environment", environment, dict(options), f"{at}.environment", f"{at}.options"))
+            else:
+                yield (
+                    at,
+                    f"an environment is a name with an object of options, not {environment!r:.40} with {options!r:.40}",
+                )
     planner = recipe.tasks.planner
-    yield from _unfit("planner", planner.name, planner.options, "tasks.planner.name", "tasks.planner.options")
+    named.append(("planner", planner.name, planner.options, "tasks.planner.name", "tasks.planner.options"))
     for i, term in enumerate(recipe.rewards.terms):
-        yield from _unfit("reward", term.name, term.options, f"rewards.terms.{i}.name", f"rewards.terms.{i}.options")
-
-
-def _unfit(kind: str, name: str, options: Mapping[str, Any], name_place: str, options_place: str) -> Iterator[Problem]:
-    try:
-        option, problem = wrong_options(kind, name, options)
-    except RecipeError as error:
-        yield name_place, str(error)
-        return
-    if problem:
-        yield f"{options_place}.{option}", problem
+        named.append(("reward", term.name, term.options, f"rewards.terms.{i}.name", f"rewards.terms.{i}.options"))
+    reported = set()
+    for kind, name, options, name_place, options_place in named:
+        try:
+            option, problem = wrong_options(kind, name, options)
+        except RecipeError as error:
+            if str(error) not in reported:  # training and evaluation may name the same thing
+                reported.add(str(error))
+                yield name_place, str(error)
+            continue
+        if problem:
+            yield f"{options_place}.{option}", problem
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
@@ -415,8 +404,7 @@ def _selection(recipe: Recipe) -> Iterator[Problem]:
     if section.variance_share < 1:
         yield "selection.variance_share", "the rewards of a group of one never vary; set batch.group_size to 2 or more."
     if section.dynamic and not estimator_traits(recipe.algorithm.advantage.name).greedy:
-        way_out = "set batch.group_size to 2 or more"
-        yield "selection.dynamic", f"a group of one is always paid the same, so none would ever have signal; {way_out}."
+        yield "selection.dynamic", "a group of one never has signal: set batch.group_size to 2 or more."
 
 
 def _rollout(recipe: Recipe) -> Iterator[Problem]:
@@ -435,7 +423,6 @@ def _rollout(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _limits(recipe: Recipe) -> Iterator[Problem]:
-    """Limits of a context and of a turn, in training and in evaluation, that leave no room for each other."""
     evaluation, most = recipe.evaluation, recipe.rollout.max_episode_tokens
     own = evaluation.max_context_tokens or evaluation.max_new_tokens
     for section in (recipe.rollout, *([recipe.held_out_rollout] if own else [])):
@@ -448,28 +435,20 @@ def _limits(recipe: Recipe) -> Iterator[Problem]:
         nothing = "rollout.count_observations counts what is shown into rollout.max_episode_tokens, which is 0: no limit"
         yield "rollout.count_observations", f"{nothing}. Give max_episode_tokens, or set count_observations: false."
     if recipe.rollout.count_observations and recipe.rollout.window:
-        gone = (
-            "rollout.count_observations counts the tokens of an episode's one thread, and rollout.window drops older turns"
-        )
+        gone = "count_observations counts the tokens of an episode's one thread, and rollout.window drops older turns"
         yield "rollout.count_observations", f"{gone}. Set window: 0, or count_observations: false."
     if 0 < evaluation.max_context_tokens < LEAST_CONTEXT:
         yield "evaluation.max_context_tokens", f"it must be {LEAST_CONTEXT} at least, or 0 for that of rollout."
     if 0 < most < evaluation.max_new_tokens:
         ends = f"rollout.max_episode_tokens ends episodes of evaluation at {most} tokens, too"
-        yield (
-            "evaluation.max_new_tokens",
-            f"{ends}, so {evaluation.max_new_tokens} is out of reach. Raise that, or lower this.",
-        )
+        yield "evaluation.max_new_tokens", f"{ends}, so {evaluation.max_new_tokens} is out of reach."
 
 
 def _logging(recipe: Recipe) -> Iterator[Problem]:
     asked, loggers = recipe.logging.generations, recipe.logging.loggers
     if asked and not any(name == "wandb" or ":" in name for name in loggers):
         alone = f"generations {asked} are shown by wandb only, and logging.loggers is {list(loggers)}"
-        yield (
-            "logging.generations",
-            f"{alone}. Add wandb to it, or set generations: 0; sensorium report shows episodes too.",
-        )
+        yield "logging.generations", f"{alone}. Add wandb to it, or set generations: 0."
     if asked and not recipe.evaluation.every and not recipe.evaluation.at_start:
         yield "logging.generations", "only evaluations have generations; set evaluation.every, or generations: 0."
     if recipe.logging.layout == "taskmem" and (planner := recipe.tasks.planner.name) != "causal_history":
@@ -486,7 +465,6 @@ def _training(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _lora(recipe: Recipe) -> Iterator[Problem]:
-    """What can be seen of adapters before the model is: which groups have some, and who learns."""
     lora, none = recipe.model.lora, LoraSection()
     if lora.rank == 0:
         for key in LoraSection.model_fields:
@@ -506,14 +484,14 @@ def _lora(recipe: Recipe) -> Iterator[Problem]:
                 yield f"{place}.group_lr.{group}", f"'{group}' has a learning rate here, but no adapters; {only}."
 
 
-def _pay(recipe: Recipe) -> Iterator[Problem]:
+def _rewards(recipe: Recipe) -> Iterator[Problem]:
     names = [str(term.options.get("name", term.name)) for term in recipe.rewards.terms]
     for i, name in enumerate(names):
         if name in names[:i]:
-            way_out = "metrics are named by term, so keep one, or give one the option 'name'"
-            yield f"rewards.terms.{i}.name", f"the term '{name}' stands twice; {way_out}."
+            once = "metrics are named by term, so keep one, or give one the option 'name'"
+            yield f"rewards.terms.{i}.name", f"the term '{name}' occurs twice; {once}."
     if recipe.steps and not any(term.weight for term in recipe.rewards.terms):
-        yield "rewards.terms", "every term has weight 0, so nothing is ever paid; give one of them a weight."
+        yield "rewards.terms", "every term has weight 0, so every reward is 0; give one of them a weight."
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceSection]]:

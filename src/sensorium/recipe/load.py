@@ -1,7 +1,6 @@
 """From a YAML file and ``key=value`` overrides to a checked recipe, and back. Imports no torch and builds nothing.
 
-Whatever is wrong is said at once in one paragraph, each problem with its place (file and line, or the override), the
-nearest right name and what to do.
+All problems are reported in one paragraph, each with its place (file and line, or the override) and what to do.
 """
 
 import json
@@ -21,6 +20,7 @@ from sensorium.recipe.yaml import Path as Place
 from sensorium.recipe.yaml import dotted, read_yaml, write_yaml
 from sensorium.vocabulary.errors import RecipeError, nearest, similar_file
 
+# Sampling keys of other trainers that are not supported, with the reason and the way out.
 NOT_SAMPLED = {
     "min_p": "the engine truncates by rollout.top_p and rollout.top_k only. Use one of those, or sample the whole "
     "policy, which training is made for.",
@@ -28,8 +28,20 @@ NOT_SAMPLED = {
     "learner's log-probs do not have, so that training would be off-policy at every token. Use a reward term against "
     "repetition.",
 }
-"""Keys that other trainers have for sampling and this one has not, with the reason and the way out."""
 
+WANTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text (in quotes, if it looks like a number)",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a section of keys and values",
+    "model_attributes_type": "a section of keys and values",
+    "path_type": "a path",
+}
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_context_tokens")
 
 
@@ -37,60 +49,68 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, apply overrides, check everything that can be checked without building anything."""
     data, origins = read_recipe(path)
     named = {override.partition("=")[0].strip() for override in overrides}
-    if run_of(path) and "name" in named and "run_dir" not in named:
-        del data["run_dir"]  # a new run by the recipe of another one
-    if run_of(path):
+    if _run_of(path) and "name" in named and "run_dir" not in named:
+        del data["run_dir"]  # a run's recipe under a new name
+    if _run_of(path):
         drop_other_end(data, named)
     for override in overrides:
         _apply(override, data, origins)
-    return _validate(data, origins, str(path))
+    return check_recipe(data, str(path), origins)
 
 
 def drop_other_end(data: dict[str, Any], named: Collection[str]) -> None:
-    """A run that is given another end in steps or in epochs ends there: its former end in the other is dropped."""
+    """Drop a run's former end in epochs if it is given one in steps, and vice versa."""
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if key in named and other not in named:
             data.pop(other, None)
 
 
 def read_recipe(path: str | Path) -> tuple[dict[str, Any], dict[Place, str]]:
-    """The data of a recipe as they are written, unchecked, and the line of each part. A run is where its directory is."""
+    """The data of a recipe as written, unchecked, and the line of each part. A run's ``run_dir`` is its directory."""
     source = find_recipe(path)
-    data, origins = _read(_text(source), str(path))
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read recipe '{source}': {getattr(error, 'strerror', None) or error}.") from error
+    data, origins = _read(text, str(path))
     if Path(path).is_file() and (beside := str(source.absolute().parent)) not in sys.path:
-        sys.path.append(beside)  # where its author's own rewards and environments are: my_rewards:Brevity
-    if run := run_of(path):
+        sys.path.append(beside)  # for the user's own rewards and environments: my_rewards:Brevity
+    if run := _run_of(path):
         data["run_dir"] = str(run)
         look_where_found(run, data)
     return data, origins
 
 
-def _text(source: Path) -> str:
-    try:
-        return source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read recipe '{source}': {getattr(error, 'strerror', None) or error}.") from error
-
-
 def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a YAML text; ``name`` stands for it in errors."""
+    """The recipe of a YAML text, which errors call ``name``."""
     data, origins = _read(text, name)
     for override in overrides:
         _apply(override, data, origins)
-    return _validate(data, origins, name)
+    return check_recipe(data, name, origins)
 
 
 def _read(text: str, name: str) -> tuple[dict[str, Any], dict[Place, str]]:
     data, lines = read_yaml(text, name)
     if not isinstance(data, dict):
         raise RecipeError(f"{name}: a recipe is a mapping of keys to values, and this is {_kind(data)}.")
-    origins: dict[Place, str] = {place: f"{name}, line {line}" for place, line in lines.items()}
-    return data, origins
+    return data, {place: f"{name}, line {line}" for place, line in lines.items()}
 
 
 def check_recipe(data: dict[str, Any], name: str, origins: dict[Place, str] | None = None) -> Recipe:
-    """The recipe of plain data; ``origins`` say where its parts come from, ``name`` stands for the rest in errors."""
-    return _validate(data, origins or {}, name)
+    """The recipe of plain data. Errors name the ``origins`` of its parts, or ``name``."""
+    origins = origins or {}
+    try:
+        # Strict, as JSON: lists become tuples and whole numbers floats, and nothing else is converted.
+        recipe = Recipe.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        raise RecipeError(_paragraph([_explain(detail, origins, name) for detail in error.errors()])) from None
+    found = []
+    for at, text in problems(recipe):
+        place = tuple(int(part) if part.isdigit() else part for part in at.split("."))
+        found.append(f"{_where(place, origins, name)}: {text}")
+    if found:
+        raise RecipeError(_paragraph(found))
+    return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -109,18 +129,14 @@ def find_recipe(path: str | Path) -> Path:
     if given.is_dir() and (given / "recipe.yaml").is_file():
         return given / "recipe.yaml"
     names = nearest(given.stem, list(shipped)) if shipped else "."
-    beside = similar_file(given) or _runs_beside(given)
+    runs = sorted(place.parent.name for place in given.parent.glob("*/recipe.yaml"))
+    others = f"; runs in '{given.parent}'{nearest(given.name, runs)}".removesuffix(".") if runs else ""
+    beside = similar_file(given) or others
     end = "" if beside.endswith("?") else "."
     raise RecipeError(f"there is no recipe file '{path}'{beside}{end} Give a path, or a shipped recipe by name{names}")
 
 
-def _runs_beside(path: Path) -> str:
-    runs = sorted(place.parent.name for place in path.parent.glob("*/recipe.yaml"))
-    return f"; runs in '{path.parent}'{nearest(path.name, runs)}".removesuffix(".") if runs else ""
-
-
-def run_of(path: str | Path) -> Path | None:
-    """The run directory that a path means, itself or by its recipe.yaml; a run is where its directory is."""
+def _run_of(path: str | Path) -> Path | None:
     given = Path(path)
     folder = given.parent if given.name == "recipe.yaml" and given.is_file() else given
     if str(path) in shipped_recipes() and given == folder:
@@ -135,7 +151,6 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> None:
-    """Set one ``dotted.key=value`` in the raw data."""
     where = f"override '{override}'"
     key, equals, raw = override.partition("=")
     parts = key.strip().split(".")
@@ -146,8 +161,11 @@ def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> No
     place: Place = ()
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1
-        if isinstance(target, str) and "name" in _keys_at(place):  # a section of which the name alone was given
-            target = _set(data, place, {"name": target})
+        if isinstance(target, str) and "name" in _keys_at(place):  # a section that was given by its name alone
+            holder: Any = data
+            for outer in place[:-1]:
+                holder = holder[outer]
+            holder[place[-1]] = target = {"name": target}
         step = _step(target, part, place, where)
         place = (*place, step)
         if last:
@@ -161,17 +179,7 @@ def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> No
     origins[place] = where
 
 
-def _set(data: Any, place: Place, value: dict[str, Any]) -> dict[str, Any]:
-    """Put a section at a place that exists, and return it."""
-    *outer, last = place
-    for part in outer:
-        data = data[part]
-    data[last] = value
-    return value
-
-
 def _step(target: Any, part: str, place: Place, where: str) -> str | int:
-    """The key or index that ``part`` means in ``target``."""
     if isinstance(target, dict):
         return part
     if not isinstance(target, list):
@@ -182,20 +190,7 @@ def _step(target: Any, part: str, place: Place, where: str) -> str | int:
     return int(part)
 
 
-def _validate(data: dict[str, Any], origins: dict[Place, str], name: str) -> Recipe:
-    try:
-        # Strict, as JSON: lists may stand for tuples and whole numbers for floats, and nothing else is converted.
-        recipe = Recipe.model_validate_json(json.dumps(data, default=str), strict=True)
-    except ValidationError as error:
-        raise RecipeError(_paragraph([_explain(detail, origins, name) for detail in error.errors()])) from None
-    found = [f"{_where(_place(at), origins, name)}: {text}" for at, text in problems(recipe)]
-    if found:
-        raise RecipeError(_paragraph(found))
-    return recipe
-
-
 def _explain(detail: ErrorDetails, origins: dict[Place, str], name: str) -> str:
-    """One validation error in our words."""
     place: Place = tuple(detail["loc"])
     where = _where(place, origins, name)
     key = dotted(place)
@@ -205,10 +200,10 @@ def _explain(detail: ErrorDetails, origins: dict[Place, str], name: str) -> str:
         case "extra_forbidden":
             last, known = str(place[-1]), _keys_at(place[:-1])
             if last in NOT_SAMPLED and place[0] in (last, "rollout", "evaluation"):
-                belongs = "" if len(place) > 1 else " Options of sampling stand in the section rollout."
+                belongs = "" if len(place) > 1 else " Sampling options belong in the section rollout."
                 return f"{where}: '{key}' is not supported: {NOT_SAMPLED[last]}{belongs}"
             if len(place) == 1 and last in SAMPLING:
-                return f"{where}: unknown key '{key}': options of sampling stand in rollout; write rollout.{key}."
+                return f"{where}: unknown key '{key}': sampling options belong in rollout; write rollout.{key}."
             return f"{where}: unknown key '{key}'{nearest(last, known)}"
         case "missing":
             return f"{where}: the key '{key}' is missing and has no default."
@@ -223,32 +218,11 @@ def _explain(detail: ErrorDetails, origins: dict[Place, str], name: str) -> str:
             limit = detail["msg"].removeprefix("Input should be ")
             return f"{where}: '{key}' is {given}; it must be {limit}."
         case _:
-            return f"{where}: '{key}' is {given}; it must be {_wanted(detail)}."
-
-
-def _wanted(detail: ErrorDetails) -> str:
-    words = {
-        "int_type": "a whole number",
-        "int_parsing": "a whole number",
-        "int_from_float": "a whole number",
-        "float_type": "a number",
-        "bool_type": "true or false",
-        "string_type": "a text (in quotes, if it looks like a number)",
-        "tuple_type": "a list",
-        "dict_type": "a mapping of keys to values",
-        "model_type": "a section of keys and values",
-        "model_attributes_type": "a section of keys and values",
-        "path_type": "a path",
-    }
-    return words.get(detail["type"], detail["msg"].removeprefix("Input should be ").removeprefix("Value error, "))
-
-
-def _place(at: str) -> Place:
-    return tuple(int(part) if part.isdigit() else part for part in at.split("."))
+            message = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            return f"{where}: '{key}' is {given}; it must be {WANTED.get(detail['type'], message)}."
 
 
 def _where(place: Place, origins: dict[Place, str], name: str) -> str:
-    """The file and line, or the override, that a place comes from: its own, or that of what holds it."""
     for length in range(len(place), 0, -1):
         if place[:length] in origins:
             return origins[place[:length]]
@@ -256,7 +230,6 @@ def _where(place: Place, origins: dict[Place, str], name: str) -> str:
 
 
 def _keys_at(place: Place) -> list[str]:
-    """The keys that the section at a place may have."""
     model: Any = Recipe
     for part in place:
         annotation = model.model_fields[part].annotation if isinstance(part, str) else model
@@ -268,7 +241,6 @@ def _keys_at(place: Place) -> list[str]:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section inside an annotation such as ``tuple[SourceSection, …]`` or ``Section | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (tuple, list, Union, UnionType):
@@ -277,7 +249,6 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _paragraph(found: list[str]) -> str:
-    """Up to five problems as one paragraph."""
     if len(found) == 1:
         return found[0]
     more = f" And {len(found) - 5} more." if len(found) > 5 else ""

@@ -1,4 +1,9 @@
-"""The table of names: name to place. Torch-free; what a name stands for is imported when it is used."""
+"""The table of names, and how names become things: registered names, ``module:attribute``, and objects that were passed.
+
+Nothing is imported before it is used, and nothing here needs torch. A run directory's ``modules.json`` holds the folders of
+modules of the user's own: ``{"my_rewards": "/home/me/exp"}`` for a recipe in ``exp``. A run that is continued elsewhere
+looks there too, after the working directory and PYTHONPATH.
+"""
 
 import json
 import os
@@ -15,49 +20,42 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
-from sensorium.recipe.traits import ESTIMATORS, LOSSES, EstimatorTraits, LossTraits, estimator_places, loss_places
+from sensorium.recipe.traits import ESTIMATORS, LOSSES, EstimatorTraits, LossTraits
 from sensorium.vocabulary.errors import RecipeError, nearest
-
-# Example: ``sensorium train exp/lake.yaml`` finds ``my_rewards.py`` in ``exp``, beside the recipe. The run's directory then
-# has ``modules.json`` with ``{"my_rewards": "/home/me/exp"}``. A run that goes on from another folder looks in
-# ``/home/me/exp`` too, after the working directory and PYTHONPATH.
-
 
 FILE = "modules.json"
 NAME = re.compile(r"(\w+)(?:\.(\w+)[.\w]*)?:\w+")
-NO_MODULES = {"tiny", "package", "python"}
-"""What stands before the colon of models (``tiny:qwen2``) and of objects that were passed (``python:brevity``)."""
+NO_MODULES = {"tiny", "package", "python"}  # before the colon of models (tiny:qwen2) and passed objects (python:brevity)
 
 
 def own_modules(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """The folder of each module that a recipe's data name and that is not installed, by its name. Imports nothing."""
+    """The folder of each module that a recipe names and that is not installed, by its name. Imports nothing."""
     folders = {name: _folder(name, inner) for name, inner in sorted(_named(recipe))}
     return {name: folder for name, folder in folders.items() if folder and not _installed(folder)}
 
 
 def look_where_found(run: Path, recipe: Mapping[str, Any]) -> None:
-    """Have modules that a run's recipe names looked for where they were found when it was last started, too."""
+    """Also search for the modules of a run's recipe where they were found when it was last started."""
     found = _found_before(run, recipe)
     sys.path += [folder for folder in dict.fromkeys(found.values()) if folder not in sys.path]
     for name, then, now in _elsewhere(found, recipe):
         warnings.warn(
-            f"ATTENTION: '{name}' is taken from '{now}', but the run in '{run}' found it in '{then}', where one is too.",
+            f"ATTENTION: '{name}' is loaded from '{now}', but the run in '{run}' found it in '{then}', which has one too.",
             stacklevel=2,
         )
 
 
 def refuse_loaded_elsewhere(run: Path, recipe: Mapping[str, Any]) -> None:
-    """Refuse to go on with a module that another run of this process has loaded from another folder."""
+    """Refuse to continue with a module that another run of this process has loaded from another folder."""
     for name, then, now in _elsewhere(_found_before(run, recipe), recipe):
         if name in sys.modules:
             raise RecipeError(
                 f"'{name}' is loaded in this process from '{now}', but the run in '{run}' found it in '{then}', and a "
-                "process has one module of a name. Go on in a process of its own."
+                "process has one module of a name. Continue the run in a process of its own."
             )
 
 
 def _found_before(run: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
-    """The folders that ``modules.json`` has for modules that the recipe names."""
     path = run / FILE
     if not path.is_file():
         return {}
@@ -72,7 +70,6 @@ def _found_before(run: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _elsewhere(found: Mapping[str, str], recipe: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Modules now taken from another folder, though the one where they were found still has them: name, then, now."""
     for name, inner in sorted(_named(recipe)):
         then, now = found.get(name, ""), _folder(name, inner)
         there = any(os.path.exists(os.path.join(then, name + end)) for end in ("", ".py"))
@@ -80,28 +77,15 @@ def _elsewhere(found: Mapping[str, str], recipe: Mapping[str, Any]) -> Iterator[
             yield name, then, now
 
 
-def searched_folders() -> list[str]:
-    """The folders in which modules are looked for, without those of Python and of installed packages."""
-    folders = (folder or os.getcwd() for folder in sys.path)
-    return [folder for folder in dict.fromkeys(folders) if os.path.isabs(folder) and not _installed(folder)]
-
-
-def _named(recipe: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The modules that a recipe's data name: the outermost package, and what is named in it."""
-    found = (NAME.fullmatch(text) for text in _texts(recipe))
-    return {(one[1], one[2] or "") for one in found if one and one[1] not in NO_MODULES}
-
-
-def _texts(value: Any) -> Iterator[str]:
+def _named(value: Any) -> set[tuple[str, str]]:  # (outermost package, module in it) of each module:attribute
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
+        found = NAME.fullmatch(value)
+        return {(found[1], found[2] or "")} if found and found[1] not in NO_MODULES else set()
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return {named for item in items for named in _named(item)}
 
 
 def _folder(name: str, inner: str = "") -> str:
-    """The folder in which a module or package is found; empty if it is not, or is no file."""
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):  # ValueError: a module that was made by hand
@@ -115,22 +99,17 @@ def _folder(name: str, inner: str = "") -> str:
 
 
 def _installed(folder: str) -> bool:
-    """Whether a folder belongs to Python or to an environment's packages."""
-    library = sysconfig.get_path("stdlib")
     place = Path(folder)
     return (
-        place.is_relative_to(library)
+        place.is_relative_to(sysconfig.get_path("stdlib"))
         or place == Path(sys.executable).parent
         or place.suffix == ".zip"
         or bool({"site-packages", "dist-packages"} & set(place.parts))
     )
 
 
-# Example: ``def brevity(task, episode)`` in my_rewards.py is ``my_rewards:brevity`` in the recipe. The same function typed
-# into a notebook, or a lambda, is ``python:brevity``: only the process that passed it knows it, so a resumed run needs it
-# passed again, and says so.
-
-
+# A function of my_rewards.py is ``my_rewards:brevity`` in the recipe. A lambda, or one typed into a notebook, is
+# ``python:brevity``: only the process that passed it knows it, so it must be passed again to resume the run.
 SCHEME = "python:"
 _passed: dict[str, dict[str, Any]] = {}
 
@@ -144,13 +123,13 @@ def importable_name(thing: Any) -> str:
 
 
 def own_name(thing: Any) -> str:
-    """What to call an object: its own name, or that of its class."""
+    """The name of an object, or of its class."""
     name = str(getattr(thing, "__name__", "") or type(thing).__name__)
     return "lambda" if name == "<lambda>" else name
 
 
 def pass_object(kind: str, wanted: str, thing: Any, taken: Collection[str] = ()) -> str:
-    """Keep an object for this process; returns the name a recipe has for it. Names in ``taken`` get a number."""
+    """Register an object in this process; returns its name for the recipe. Names in ``taken`` get a number."""
     name, count = f"{SCHEME}{wanted}", 1
     while name in taken:
         count += 1
@@ -159,39 +138,31 @@ def pass_object(kind: str, wanted: str, thing: Any, taken: Collection[str] = ())
     return name
 
 
-def passed_object(kind: str, name: str, where: str = "") -> Any:
-    """What was passed under a name in this process; what was not is an error that says how to pass it again."""
+def _passed_object(kind: str, name: str, where: str = "") -> Any:
     try:
         return _passed[kind][name]
     except KeyError:
+        argument = {"reward": "rewards=[…]", "planner": "tasks={'planner': …}"}.get(kind, "tasks=…")
         raise RecipeError(
             f"{where or kind}: '{name}' is a Python object that was passed when the run began; a file cannot hold it. "
-            f"Pass it again, as in sensorium.resume(run_dir, {_argument(kind)}), or put it into a module that can be "
+            f"Pass it again, as in sensorium.resume(run_dir, {argument}), or put it into a module that can be "
             "imported and start the run with that."
         ) from None
 
 
-def _argument(kind: str) -> str:
-    return {"reward": "rewards=[…]", "planner": "tasks={'planner': …}"}.get(kind, "tasks=…")
-
-
-# ``def brevity(task, episode, scale=1.0)`` is asked episode by episode, ``def ranks(task, episodes)`` about a whole
-# group; ``def brevity(prompts, completions, **columns)`` is TRL's form, asked with lists. Everything else under
-# ``module:name`` is a class, or a function that builds a term.
-
-
+# ``def brevity(task, episode, scale=1.0)`` is called for each episode, ``def ranks(task, episodes)`` for a whole group;
+# ``def brevity(prompts, completions, **columns)`` is TRL's form, with lists. Anything else builds a term.
 Style = Literal["episode", "episodes", "completions", ""]
-
+# Options that the wrapper of a function takes itself, unless the function has a parameter of that name.
 WRAPPING = {
     "episode": ("name", "instant"),
     "episodes": ("name", "instant"),
     "completions": ("name", "instant", "messages", "group"),
 }
-"""Options that the wrapper of a function takes itself, unless the function has a parameter of that name."""
 
 
 def reward_style(target: Any) -> Style:
-    """How a reward function wants to be called; empty for a class, or a function that builds a reward term."""
+    """How a reward function is called; empty for a class, or a function that builds a reward term."""
     if isinstance(target, type) or not callable(target):
         return ""
     parameters = list(function_parameters(target))
@@ -203,7 +174,7 @@ def reward_style(target: Any) -> Style:
 
 
 def takes_context(target: Any) -> bool:
-    """True for a class or function with a keyword-only parameter ``context``: it is given one, and it is no option."""
+    """True for a class or function with a keyword-only parameter ``context``, which the caller provides."""
     parameter = function_parameters(target).get("context") if callable(target) else None
     return parameter is not None and parameter.kind == Parameter.KEYWORD_ONLY
 
@@ -330,8 +301,8 @@ NAMES: dict[str, dict[str, str]] = {
         "process": "sensorium.engines.process.parent:ProcessEngine",
         "vllm": "sensorium.engines.vllm.vllm_engine:VllmEngine",
     },
-    "advantage": estimator_places(),
-    "loss": loss_places(),
+    "advantage": {name: f"sensorium.algorithms.advantages:{name}" for name in ESTIMATORS},
+    "loss": {name: f"sensorium.algorithms.losses:{name}" for name in LOSSES},
     "layout": {"taskmem": "sensorium.systems.taskmem.layout:TaskMemLayout"},
     "logger": {
         "tensorboard": "sensorium.report.loggers:TensorboardLogger",
@@ -342,7 +313,6 @@ NAMES: dict[str, dict[str, str]] = {
 
 @cache
 def _absent(package: str) -> str:
-    """What to say of a system's package that this installation does not have; empty for one that is there."""
     found = find_spec(package)
     if found is not None and found.origin is not None:  # a folder without __init__.py has no origin
         return ""
@@ -350,46 +320,42 @@ def _absent(package: str) -> str:
 
 
 def import_system(module: str, what: str) -> ModuleType:
-    """Import a module of a system. Where its folder was removed, the error names what was asked for, and the package."""
+    """Import a module of a system; if its folder was removed, the error names ``what`` needs it, and the package."""
     if problem := _absent(_system_of(module)):
         raise RecipeError(f"{what} {problem}")
     return import_module(module)
 
 
 def _system_of(place: str) -> str:
-    """The package that a place is in: sensorium.systems.caprl of sensorium.systems.caprl.terms:CaptionQA."""
     return ".".join(place.split(".")[:3])
 
 
+# Names of systems whose folder was removed, with the package; they are removed from the table.
 ABSENT = {
     (kind, name): _system_of(place)
     for kind, places in NAMES.items()
     for name, place in places.items()
     if place.startswith("sensorium.systems.") and _absent(_system_of(place))
 }
-"""Names of systems whose folder was removed, with the package. They are not in the tables: nothing offers or loads them."""
 for _kind, _name in ABSENT:
     del NAMES[_kind][_name]
 
+# Parameters that the trainer provides, beside a recipe's options; planners and environments may leave them out.
 GIVEN = {
     "source": ("store",),
     "environment": ("store", "task"),
     "planner": ("stream", "store"),
     "engine": ("policy", "lockstep", "host"),
 }
-"""What the trainer gives beside the options of a recipe, by kind.
 
-A planner is given those it has a parameter for, and so is an environment: ``task`` only if it names it.
-"""
-
+# Parts of a model that can be frozen or have their own learning rate.
 PARAMETER_GROUPS = ("vision", "audio", "projector", "language", "head")
-"""The named parts of a model that can be frozen or given a learning rate of their own."""
 
 
 def register(kind: str, name: str, place: str, **traits: Any) -> None:
     """Add a name of your own: ``register("reward", "brevity", "my_package.terms:Brevity")``.
 
-    ``traits`` say what an estimator or a loss needs: ``register("advantage", "mine", "my_package:mine", critic=True)``.
+    ``traits`` are what an estimator or a loss needs: ``register("advantage", "mine", "my_package:mine", critic=True)``.
     """
     table(kind)[name] = place
     if kind == "advantage":
@@ -407,13 +373,12 @@ def table(kind: str) -> dict[str, str]:
 
 def check(kind: str, name: str, where: str) -> None:
     """Refuse an unknown name with the nearest right one. ``module:attribute`` names a thing of the user's own."""
-    problem = wrong_name(kind, name)
-    if problem:
+    if problem := wrong_name(kind, name):
         raise RecipeError(f"{where}: {problem}")
 
 
 def wrong_name(kind: str, name: str) -> str:
-    """What is wrong with a name, in a sentence; empty if it is known. Imports nothing."""
+    """What is wrong with a name; empty if it is known. Imports nothing."""
     if name in table(kind) or ":" in name:
         return ""
     if package := ABSENT.get((kind, name)):
@@ -426,7 +391,7 @@ def wrong_name(kind: str, name: str) -> str:
 
 
 def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str, str]:
-    """Which option is wrong, and why in a sentence; both empty if all fit. Imports the thing, builds nothing."""
+    """Which option is wrong, and why; both empty if all fit. Imports the thing, builds nothing."""
     target = resolve(kind, name)
     if kind == "reward" and (style := reward_style(target)):
         return wrong_function_options(name, target, style, options)
@@ -435,10 +400,10 @@ def wrong_options(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str
 
 
 def resolve(kind: str, name: str, where: str = "") -> Any:
-    """Import what a name stands for."""
+    """Import the thing of a name."""
     check(kind, name, where or kind)
     if name.startswith(SCHEME):
-        return passed_object(kind, name, where)
+        return _passed_object(kind, name, where)
     at = f"{where}: " if where else ""
     module, _, attribute = table(kind).get(name, name).partition(":")
     try:
@@ -449,23 +414,22 @@ def resolve(kind: str, name: str, where: str = "") -> Any:
 
 
 def _why_not_loaded(module: str, error: BaseException) -> str:
-    """Why a module cannot be imported, in a sentence, with the way out where there is one."""
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
     if missing and module.split(".")[0] != missing.split(".")[0]:
         return f"{error}. Install the package that provides '{missing}'."
     if missing:
+        folders = [
+            folder for folder in dict.fromkeys(folder or os.getcwd() for folder in sys.path) if os.path.isabs(folder)
+        ]
+        searched = ", ".join(f"'{folder}'" for folder in folders if not _installed(folder)) or "no folder"
         return (
-            f"{error}. Modules of your own are looked for beside the recipe, in the working directory, on PYTHONPATH, and, "
-            f"where a run goes on, where it found them: here in {_quoted(searched_folders())}. Put the module's folder on "
+            f"{error}. Modules of your own are searched for beside the recipe, in the working directory, on PYTHONPATH, "
+            f"and, for a run that is continued, where it found them: here in {searched}. Put the module's folder on "
             "PYTHONPATH."
         )
     if isinstance(error, SystemExit):
         return f"'{module}' ends the program when it is imported (sys.exit, {error.code!r}); put that under a main guard."
     return f"{error}." if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}."
-
-
-def _quoted(folders: Sequence[str]) -> str:
-    return ", ".join(f"'{folder}'" for folder in folders) or "no folder"
 
 
 def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **given: Any) -> Any:
@@ -479,12 +443,11 @@ def build(kind: str, name: str, options: Mapping[str, Any], where: str = "", **g
     try:
         return target(**given, **options)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise RecipeError(f"{where or kind}: {kind} '{name}' cannot be built with these options: {said}.") from error
+        why = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{where or kind}: {kind} '{name}' cannot be built with these options: {why}.") from error
 
 
 def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given: Sequence[str]) -> tuple[str, str]:
-    """Which option does not fit what a name stands for, and why; ``given`` are the parts that the caller provides."""
     parameters = {key: p for key, p in parameters_of(target).items() if key not in given}
     named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
@@ -501,7 +464,7 @@ def _unfit(kind: str, name: str, target: Any, options: Mapping[str, Any], given:
 
 
 def parameters_of(target: Any) -> dict[str, Parameter]:
-    """What a class or function can be given by name; options that it takes as ``**options: Unpack[…]`` each by its own."""
+    """The parameters of a class or function by name, with those inside ``**options: Unpack[…]``."""
     found: dict[str, Parameter] = {}
     for parameter in signature(target).parameters.values():
         if parameter.kind == Parameter.VAR_KEYWORD and get_origin(parameter.annotation) is Unpack:
@@ -514,7 +477,7 @@ def parameters_of(target: Any) -> dict[str, Parameter]:
 
 
 def needs_a_row(kind: Any) -> bool:
-    """Whether an environment plays the questions of rows only: one that can do without a ``task`` plays from seeds too."""
+    """Whether an environment plays only questions of rows: one without a required ``task`` plays from seeds too."""
     task = parameters_of(kind).get("task")
     return task is not None and task.default is Parameter.empty
 
@@ -532,7 +495,6 @@ def plays_for_anybody(kind: Any) -> bool:
 
 
 def _wanted(annotation: Any, value: Any) -> str:
-    """What an option must be where its annotation is a plain type and its value is not of it; empty if it fits."""
     kinds: dict[Any, tuple[str, Any]] = {
         int: ("a whole number", int),
         float: ("a number", int | float),

@@ -1,8 +1,7 @@
 """The table of estimators and losses: a line here and a function in ``algorithms/`` are all that a new one needs.
 
-A line says what it needs and takes, for checks at start, the learner and docs/reference/algorithms.md. The function has
-that name in ``algorithms/advantages.py`` or ``algorithms/losses.py``. Free of torch. A name of the user's own
-(``module:attribute``) has the default traits: no critic, groups of any size, single tokens.
+The function has the same name in ``algorithms/advantages.py`` or ``algorithms/losses.py``. An estimator or loss of the
+user's own (``module:attribute``) has the default traits: no critic, groups of any size, single tokens. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ class LossTraits:
 
     @property
     def aggregation(self) -> str:
-        """What ``auto`` stands for."""
+        """The aggregation of ``auto``."""
         return self.aggregations[0] if self.aggregations else "token_mean"
 
 
@@ -94,20 +93,10 @@ def estimator_traits(name: str) -> EstimatorTraits:
 
 
 def loss_takes(name: str, setting: str) -> bool:
-    """Whether a loss has a use for a setting; a loss of the user's own may have one for any."""
+    """Whether a loss takes a setting; a loss of the user's own may take any."""
     return name not in LOSSES or setting in LOSSES[name].settings
 
 
 def loss_traits(name: str) -> LossTraits:
     """The traits of a named loss."""
     return LOSSES.get(name, LossTraits())
-
-
-def estimator_places() -> dict[str, str]:
-    """Where each estimator of the table is."""
-    return {name: f"sensorium.algorithms.advantages:{name}" for name in ESTIMATORS}
-
-
-def loss_places() -> dict[str, str]:
-    """Where each loss of the table is."""
-    return {name: f"sensorium.algorithms.losses:{name}" for name in LOSSES}

@@ -1,10 +1,9 @@
-"""YAML as recipes have it: the 1.2 core types only, no key twice, and every key knows its line.
+"""YAML of recipes: 1.2 core types only, no duplicate keys, and the line of every key.
 
-PyYAML speaks YAML 1.1, where ``1e-6`` is a string, ``no`` is false and ``1:30`` is ninety. Recipes mean what they say.
+PyYAML reads YAML 1.1, where ``1e-6`` is a string, ``no`` is false and ``1:30`` is ninety.
 """
 
 import re
-from functools import lru_cache
 from typing import Any
 
 import yaml as pyyaml
@@ -23,8 +22,6 @@ _CORE = (
 
 
 class _Loader(pyyaml.SafeLoader):
-    """Safe, core types only."""
-
     def whole_number(self, node: pyyaml.ScalarNode) -> int:
         """Decimal (also with leading zeros) or hexadecimal."""
         text = str(node.value)
@@ -37,24 +34,15 @@ for _tag, _pattern, _first in _CORE:
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole_number)
 
 
-@lru_cache(maxsize=64)
-def _composed(text: str) -> pyyaml.Node | None:
-    """What a text says, before any value is made of it; a command reads the same recipe several times."""
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        loader.dispose()
-
-
 def read_yaml(text: str, where: str) -> tuple[Any, Lines]:
     """The value of a YAML text, and the line of every key and list item in it."""
     try:
-        node, lines = _composed(text), Lines()
+        loader, lines = _Loader(text), Lines()
+        node = loader.get_single_node()
         if node is None:
             return None, lines
         _trace(node, (), lines, where)
-        return _Loader("").construct_document(node), lines
+        return loader.construct_document(node), lines
     except RecursionError as error:
         raise RecipeError(f"{where}: not valid YAML: it is nested too deep.") from error
     except pyyaml.YAMLError as error:
@@ -65,13 +53,11 @@ def read_yaml(text: str, where: str) -> tuple[Any, Lines]:
 
 
 def write_yaml(data: Any) -> str:
-    """A value as YAML in the order it has; short lists stand on one line."""
+    """A value as YAML in its own order."""
     return pyyaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=124)
 
 
 class _Dumper(pyyaml.SafeDumper):
-    """Block style, with lists of plain values inline."""
-
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
     def represent_list(self, data: Any) -> pyyaml.SequenceNode:
@@ -80,7 +66,7 @@ class _Dumper(pyyaml.SafeDumper):
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
 
     def represent_text(self, data: str) -> pyyaml.ScalarNode:
-        """A text: in double quotes if it holds a line break of Unicode's, which PyYAML would fold."""
+        """A text: in double quotes if it holds a Unicode line break, which PyYAML would fold."""
         odd = any(mark in data for mark in "\x85\u2028\u2029\ufeff")
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if odd else None)
 
@@ -90,7 +76,6 @@ _Dumper.add_representer(list, _Dumper.represent_list)
 
 
 def _trace(node: pyyaml.Node, path: Path, lines: Lines, where: str) -> None:
-    """Remember the line of every key and item; a key given twice is an error, and so is a merge key."""
     if isinstance(node, pyyaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[(*path, index)] = item.start_mark.line + 1
@@ -113,5 +98,5 @@ def _trace(node: pyyaml.Node, path: Path, lines: Lines, where: str) -> None:
 
 
 def dotted(path: Path) -> str:
-    """A place in a recipe as overrides write it: ``tasks.train.0.options``."""
+    """A place in a recipe as in overrides: ``tasks.train.0.options``."""
     return ".".join(str(part) for part in path)
