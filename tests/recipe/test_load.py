@@ -172,7 +172,7 @@ def test_what_is_wrong_in_the_file_is_named_with_its_line(text: str, said: str) 
         (f"tasks.train.0.options.size={10**30}", "a whole number of at most 62 bits"),
         (f"steps={10**30}", "'steps' is 1000000000000000000000000000000; it must be at most 1,000,000,000,000."),
         (f"batch.prompts_per_step={10**9}", "episodes a step; a step has at most 1,000,000."),
-        ("optimizer.lr=1e-320", "a number here must be between 1e-30 and 1e+30, or is 0."),
+        ("optimizer.lr=1e-320", "a number here must be between 1e-30 and 1e+30, or 0."),
         ("logging.episodes_gib=1e308", "a number here must be between"),
         ("batch.group_size=[", "override 'batch.group_size=[': not valid YAML"),
     ],

@@ -274,7 +274,7 @@ def _sizes(section: Mapping[str, Any], at: str) -> Iterator[Problem]:
         elif isinstance(value, int) and place != "seed" and abs(value) > MOST:
             yield place, f"'{place}' is {value!r:.40}; it must be at most {MOST:,}."
         elif isinstance(value, float) and value and not 1 / LARGEST <= abs(value) <= LARGEST:
-            yield place, f"'{place}' is {value:g}; a number here must be between {1 / LARGEST:g} and {LARGEST:g}, or is 0."
+            yield place, f"'{place}' is {value:g}; a number here must be between {1 / LARGEST:g} and {LARGEST:g}, or 0."
 
 
 def _names(recipe: Recipe) -> Iterator[Problem]:
