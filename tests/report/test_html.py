@@ -111,7 +111,7 @@ def test_curves_tell_their_story_also_in_words(page: Page) -> None:
 
 def test_before_after_and_examples_are_shown(page: Page) -> None:
     text = " ".join(page.text.split())
-    for part in ("sampled", "greedy", "blank", "swapped", "+41.0", "learned", "right answer:", "paid", "exact", "format"):
+    for part in ("sampled", "greedy", "blank", "swapped", "+41.0", "learned", "right answer:", "reward", "exact", "format"):
         assert part in text
     assert "What colour" in text or "Which shape" in text
     assert "✓ right" in text
