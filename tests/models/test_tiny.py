@@ -62,7 +62,7 @@ def test_an_answer_is_three_tokens_and_any_text_survives(folders: dict[str, Path
         assert len(tokenizer(f"<answer>{answer}</answer>").input_ids) == 3
     for text in ("What colour is the circle?", "naïve 漢字\n\n  x<y", "<answer>upper left</answer>"):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-    specials = special_tokens(family)
+    specials = special_tokens(FAMILIES[family])
     for token in (*specials, *TAGS):
         assert len(tokenizer(token).input_ids) == 1
     assert set(specials) <= set(tokenizer.all_special_tokens)

@@ -1,4 +1,7 @@
-"""The tokenizers and chat templates of the tiny checkpoints: byte-level BPE with each family's own special tokens."""
+"""Tiny random checkpoints for tests and the demo: half a million weights in the files and classes of the published models.
+
+Tokenizers are byte-level BPE with each family's own special tokens; sizes, templates and processors are the family's facts.
+"""
 
 import inspect
 from importlib import import_module
@@ -10,7 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from sensorium.models.weight_files import saving_weights
-from sensorium.recipe.family_facts import FAMILIES, TEXT, FamilyFacts, Sizes
+from sensorium.recipe.family_facts import FAMILIES, TEXT, FamilyFacts
+from sensorium.recipe.shape import tiny_config
 from sensorium.vocabulary.errors import ModelError, nearest
 
 SPECIAL_TOKENS = (
@@ -18,7 +22,8 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )  # fmt: skip
 
-# Answers stand alone, words of a question follow a space: each becomes one token.
+PAD = "<|endoftext|>"
+# Answers have no space before them, words of a question do: each becomes one token.
 ANSWERS = (
     "red green blue yellow purple orange white black circle square triangle cross ring star diamond none "
     "left right up down top bottom middle yes no system user assistant Answer What Which How Where"
@@ -29,13 +34,13 @@ QUESTIONS = (
 )
 # Added tokens, as <think> is one of Qwen3's: `<answer>red</answer>` is three tokens.
 TAGS = ("<answer>", "</answer>", "<think>", "</think>", "<action>", "</action>")
-# Qwen's own way of cutting text into pieces.
+# How Qwen cuts text into pieces.
 PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def tiny_tokenizer(family: str, longest: int) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(facts: FamilyFacts) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with the family's special tokens, trained on the words of the shipped tasks."""
-    facts, core = FAMILIES[family], Tokenizer(models.BPE())
+    core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
@@ -44,38 +49,32 @@ def tiny_tokenizer(family: str, longest: int) -> PreTrainedTokenizerFast:
     )
     core.normalizer = normalizers.NFC()
     core.decoder = decoders.ByteLevel()
-    specials = special_tokens(family)
+    specials = special_tokens(facts)
     trainer = trainers.BpeTrainer(
         vocab_size=512 - len(TAGS),
         special_tokens=list(specials),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(_corpus(facts), trainer)
+    questions = f"{QUESTIONS} {facts.words}".split()
+    words = [*ANSWERS.split() * 8, *(f" {word}" for word in questions * 8)]  # often enough to become one token each
+    core.train_from_iterator(words, trainer)
     core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    others = [token for token in specials if token not in (facts.closing, "<|endoftext|>")]
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=facts.closing,
-        pad_token="<|endoftext|>",
-        extra_special_tokens=others,
+        pad_token=PAD,
+        extra_special_tokens=[token for token in specials if token not in (facts.closing, PAD)],
         **({"model_specific_special_tokens": dict(facts.tokens)} if facts.tokens else {}),
         chat_template=facts.template,
         clean_up_tokenization_spaces=False,
-        model_max_length=longest,
+        model_max_length=TEXT["max_position_embeddings"],
     )
 
 
-def special_tokens(family: str) -> tuple[str, ...]:
+def special_tokens(facts: FamilyFacts) -> tuple[str, ...]:
     """The special tokens of a family, in the order of their ids."""
-    facts = FAMILIES[family]
     return (*SPECIAL_TOKENS[:3], *facts.tokens.values(), *facts.more_tokens) if facts.tokens else SPECIAL_TOKENS
-
-
-def _corpus(facts: FamilyFacts) -> list[str]:
-    """Every word often enough to become one token."""
-    questions = f"{QUESTIONS} {facts.words}"
-    return [*ANSWERS.split() * 8, *(f" {word}" for word in questions.split() * 8)]
 
 
 def take_published_sizes(facts: FamilyFacts, processor: Any) -> None:
@@ -88,18 +87,6 @@ def take_published_sizes(facts: FamilyFacts, processor: Any) -> None:
         extractor.n_samples = facts.published_sound_s * extractor.sampling_rate
 
 
-def tiny_processor(facts: FamilyFacts, tokenizer: PreTrainedTokenizerFast, config: Any) -> Any:
-    """The processor of a tiny checkpoint with towers."""
-    import sensorium.models.torchvision_fix  # noqa: F401  (before the image processors import torchvision)
-
-    assert facts.processor is not None, "a family with towers has a processor"
-    facts.check_installed()
-    return facts.processor(import_module("transformers"), {"tokenizer": tokenizer, "chat_template": facts.template}, config)
-
-
-# For tests and the demo: the same files, classes and code paths as the published models, at half a million parameters.
-
-
 def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """Write a random checkpoint of ``family`` into ``folder`` and return it.
 
@@ -108,81 +95,56 @@ def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Pat
     """
     if family not in FAMILIES:
         raise ModelError(f"there is no tiny model of family '{family}'{nearest(family, list(FAMILIES))}")
-    tokenizer = tiny_tokenizer(family, TEXT["max_position_embeddings"])
-    model = _model(family, tokenizer, seed, dict(overrides))
-    folder, facts = Path(folder), FAMILIES[family]
+    import sensorium.models.torchvision_fix  # noqa: F401  (before the image processors import torchvision)
+
+    library, facts, folder = import_module("transformers"), FAMILIES[family], Path(folder)
+    facts.check_installed()
+    tokenizer = tiny_tokenizer(facts)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (facts.closing, PAD, *facts.token_keys.values())}
+    config = _config(family, ids, overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(library, facts.model_class)(config)
+    model.generation_config.eos_token_id = [ids[facts.closing], ids[PAD]]
+    model.generation_config.pad_token_id = ids[PAD]
     if facts.before_saving:
         facts.before_saving(model)
     with saving_weights(folder):
         model.save_pretrained(folder)
-    owner = tiny_processor(facts, tokenizer, model.config) if facts.has_towers else tokenizer
+    owner: Any = tokenizer
+    if facts.processor:
+        owner = facts.processor(library, {"tokenizer": tokenizer, "chat_template": facts.template}, config)
     owner.save_pretrained(folder)
     return folder
 
 
-def _model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int, overrides: dict[str, Any]) -> Any:
-    library: Any = import_module("transformers")
-    kind = FAMILIES[family]
-    tie = overrides.pop("tie_word_embeddings", True) and kind.more.get("tie_word_embeddings", True)
-    ends = {"eos_token_id": _id(tokenizer, kind.closing), "pad_token_id": _id(tokenizer, "<|endoftext|>"),
-            "bos_token_id": None}  # fmt: skip
-    text = kind.text | {"vocab_size": -(-len(tokenizer) // 64) * 64}
-    config_class = getattr(library, f"{kind.prefix}Config")
-    if kind.has_towers:
-        config = _config(family, config_class, kind, text | ends, overrides, tokenizer, tie)
-    else:
-        config = config_class(**_given(family, text, config_class, overrides), **ends, tie_word_embeddings=tie)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(library, kind.model_class)(config)
-    model.generation_config.eos_token_id = [ends["eos_token_id"], ends["pad_token_id"]]
-    model.generation_config.pad_token_id = ends["pad_token_id"]
-    return model
-
-
-def _config(
-    family: str,
-    config_class: Any,
-    kind: FamilyFacts,
-    text: Sizes,
-    overrides: Sizes,
-    tokenizer: PreTrainedTokenizerFast,
-    tie: bool,
-) -> Any:
-    """The config of a model with towers; overrides go to the part that their prefix names."""
-    parts = {"vision": dict(kind.vision), "audio": dict(kind.audio), "text": text}
-    of_part: dict[str, Sizes] = {part: {} for part in parts}
+def _config(family: str, ids: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    """The config of a tiny model; an override goes to the part that its prefix names, or else to the language model."""
+    facts, config = FAMILIES[family], tiny_config(family)
+    config_class = getattr(import_module("transformers"), f"{facts.prefix}Config")
+    del config["model_type"]
+    text = config.get("text_config", config)
     for key, value in overrides.items():
+        if key == "tie_word_embeddings":
+            config[key] = value and config[key]
+            continue
         part, _, name = key.partition("_")
-        mine = part in ("vision", "audio") and bool(parts[part])
-        of_part[part if mine else "text"][name if mine else key] = value
-    classes = dict(config_class.sub_configs)
-    for part in parts:
-        if "model_type" in parts[part]:
-            classes[f"{part}_config"] = CONFIG_MAPPING[parts[part]["model_type"]]
-    made = {
-        f"{part}_config": _given(family, sizes, classes[f"{part}_config"], of_part[part])
-        for part, sizes in parts.items() if sizes
-    }  # fmt: skip
+        if part not in ("vision", "audio") or f"{part}_config" not in config:
+            part, name = "text", key
+        sizes, part_class = config.get(f"{part}_config", config), config_class
+        if sizes is not config:
+            part_class = config_class.sub_configs[f"{part}_config"]
+        if "model_type" in sizes:
+            part_class = CONFIG_MAPPING[sizes["model_type"]]
+        known = list(inspect.signature(part_class).parameters)
+        if name not in known:
+            raise ModelError(f"{part_class.__name__} of a tiny {family} has no key '{name}'{nearest(name, known)}")
+        sizes[name] = value
+    text |= {"eos_token_id": ids[facts.closing], "pad_token_id": ids[PAD], "bos_token_id": None}
     if "model_type" in text:
-        made["text_config"]["tie_word_embeddings"] = tie
-    else:
-        made["vision_config"]["out_hidden_size"] = made["text_config"]["hidden_size"]
-        if kind.audio:
-            made["audio_config"]["output_dim"] = made["text_config"]["hidden_size"]
-    ids = {key: _id(tokenizer, token) for key, token in kind.token_keys.items()}
-    return config_class(**{"tie_word_embeddings": tie} | made | kind.more | ids)
-
-
-def _given(family: str, sizes: Sizes, config_class: Any, overrides: Sizes) -> Sizes:
-    known = list(inspect.signature(config_class).parameters)
-    for key in overrides:
-        if key not in known:
-            raise ModelError(f"{config_class.__name__} of a tiny {family} has no key '{key}'{nearest(key, known)}")
-    return sizes | overrides
-
-
-def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    found = tokenizer.convert_tokens_to_ids(token)
-    assert isinstance(found, int)
-    return found
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    elif facts.has_towers:
+        config["vision_config"]["out_hidden_size"] = text["hidden_size"]
+        if facts.audio:
+            config["audio_config"]["output_dim"] = text["hidden_size"]
+    return config_class(**config, **{key: ids[token] for key, token in facts.token_keys.items()})

@@ -151,7 +151,7 @@ def tiny_config(family: str, layers: int = TEXT["num_hidden_layers"]) -> Sizes:
         return name | text
     if "model_type" in text:
         towers = {"vision_config": kind.vision, "audio_config": kind.audio}
-        return name | {"text_config": text} | {key: sizes for key, sizes in towers.items() if sizes}
+        return name | {"text_config": text} | {key: dict(sizes) for key, sizes in towers.items() if sizes}
     config = name | {"text_config": text, "vision_config": kind.vision | {"out_hidden_size": text["hidden_size"]}}
     if kind.audio:
         config["audio_config"] = kind.audio | {"output_dim": text["hidden_size"]}
