@@ -3,9 +3,9 @@
     CAPTION_MODEL=/captioner DATASET=rows.jsonl SAVE_DIR=/runs BATCH_SIZE=64 sensorium train caprl_video --caprl-env
     → model.path="/captioner" tasks.train.0.options.path="rows.jsonl" batch.prompts_per_step=64 epochs=3 run_dir=…
 
-A variable is taken, or named with the reason why it has no effect; none is dropped in silence. What lengths mean follows
-from the script: it samples up to ROLLOUT_RESPONSE_LENGTH tokens after prompts of up to ROLLOUT_PROMPT_LENGTH, in a context
-of ROLLOUT_MAX_MODEL_LEN, and sets data.filter_overlong_prompts=False, so that MAX_PROMPT_LENGTH limits nothing.
+A variable is used, or reported with the reason why it has no effect. The script samples up to ROLLOUT_RESPONSE_LENGTH
+tokens after prompts of up to ROLLOUT_PROMPT_LENGTH, in a context of ROLLOUT_MAX_MODEL_LEN, and sets
+data.filter_overlong_prompts=False, so that MAX_PROMPT_LENGTH limits nothing.
 """
 
 import json
@@ -19,7 +19,17 @@ from sensorium.recipe.load import load_recipe
 from sensorium.recipe.names import wrong_options
 from sensorium.recipe.schema import Recipe, RolloutSection
 from sensorium.systems.migration import verl
-from sensorium.systems.migration.outcomes import DROP, Migration, Setting, Sheet, parsed, unset
+from sensorium.systems.migration.outcomes import (
+    DROP,
+    Answer,
+    Migration,
+    Setting,
+    Sheet,
+    no_effect,
+    no_place,
+    parsed,
+    unset,
+)
 from sensorium.systems.migration.recognition import OF_LIBRARIES, Given, unrecognised
 from sensorium.vocabulary.errors import RecipeError
 
@@ -36,7 +46,7 @@ def whole(text: str) -> int:
 
 
 def interval(text: str) -> int:
-    """Steps between checkpoints; 0 and -1 are none between, as in verl."""
+    """Steps between checkpoints; 0 and -1 mean none, as in verl."""
     return max(0, int(text))
 
 
@@ -46,13 +56,6 @@ def number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError("a finite number is needed")
     return value
-
-
-def port(text: str) -> int:
-    """The number of a port."""
-    if not 1 <= int(text) <= 65535:
-        raise ValueError("ports are 1 to 65535")
-    return int(text)
 
 
 KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -75,33 +78,32 @@ OF_TERMS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
 }
 OF_VERL = "it sets up verl or vLLM, which do not run here"
 OF_SERVICE = "it is for the reward service (sensorium serve reward)"
-OF_CLIENT = (
-    "it sets up CapRL's client; the term remote sends each group in one request and logs what was asked and answered"
-)
+OF_CLIENT = "it sets up CapRL's client; the term remote sends each group in one request and logs its transcripts"
+OF_OTHERS = {
+    OF_SERVICE: "REWARD_MODEL REWARD_WORKER_BASE REWARD_NUM_WORKERS REWARD_QA_NUM REWARD_SHUFFLE_QA REWARD_TP"
+    " FORMAT_MAX_MINUTE JUDGE_MAX_MODEL_LEN",
+    OF_CLIENT: "REWARD_VLLM_URLS REWARD_VLLM_MODEL REWARD_LOG_TO_FILE REWARD_LOG_DIR REWARD_ALL_QA REWARD_JUDGE_BATCH_SIZE"
+    " REWARD_JUDGE_BATCH_TIMEOUT REWARD_QA_BATCH_SIZE REWARD_QA_BATCH_TIMEOUT",
+    OF_VERL: "VERL_ROOT ACTOR_STRATEGY ROLLOUT_MAX_NUM_BATCHED_TOKENS LOG_PROB_MAX_TOKEN_LEN_PER_GPU"
+    " REF_LOG_PROB_MAX_TOKEN_LEN_PER_GPU",
+}
+# Variables of CapRL's scripts that change nothing in a recipe, and why.
 WITHOUT_EFFECT = {
     "MAX_PROMPT_LENGTH": "CapRL's script filters no row by it. ROLLOUT_PROMPT_LENGTH is the limit of prompts",
-    "ROLLOUT_GPU_MEMORY_UTILIZATION": "the native engine takes what memory is free. With rollout.engine=vllm set "
+    "ROLLOUT_GPU_MEMORY_UTILIZATION": "the native engine uses the free memory. With rollout.engine=vllm set "
     "rollout.engine.options.gpu_share, which counts beside the learner",
     "ROLLOUT_AGENT_NUM_WORKERS": "all episodes of a step are sampled at once. rollout.concurrency limits them",
-    "MAX_CKPT_TO_KEEP": "MAX_ACTOR_CKPT_TO_KEEP says how many checkpoints stay",
+    "MAX_CKPT_TO_KEEP": "MAX_ACTOR_CKPT_TO_KEEP is the number of checkpoints that stay",
     "TRAINER_LOGGER": "console and metrics.jsonl are always written. logging.loggers names others",
-    "VERL_ROOT": OF_VERL,
     "CONDA_ENV": "activate the environment of sensorium yourself",
-    **dict.fromkeys(("REWARD_MODEL", "REWARD_WORKER_BASE", "REWARD_NUM_WORKERS", "REWARD_QA_NUM"), OF_SERVICE),
     "REWARD_TASK": f"{OF_SERVICE}. The recipe chooses: caprl_image or caprl_video",
-    **dict.fromkeys(("REWARD_SHUFFLE_QA", "REWARD_TP", "FORMAT_MAX_MINUTE", "JUDGE_MAX_MODEL_LEN"), OF_SERVICE),
-    **dict.fromkeys(("REWARD_VLLM_URLS", "REWARD_VLLM_MODEL", "REWARD_LOG_TO_FILE", "REWARD_LOG_DIR"), OF_CLIENT),
-    **dict.fromkeys(("REWARD_ALL_QA", "REWARD_JUDGE_BATCH_SIZE", "REWARD_JUDGE_BATCH_TIMEOUT"), OF_CLIENT),
-    **dict.fromkeys(("REWARD_QA_BATCH_SIZE", "REWARD_QA_BATCH_TIMEOUT"), OF_CLIENT),
-    **dict.fromkeys(("ACTOR_STRATEGY", "ROLLOUT_MAX_NUM_BATCHED_TOKENS", "LOG_PROB_MAX_TOKEN_LEN_PER_GPU"), OF_VERL),
-    "REF_LOG_PROB_MAX_TOKEN_LEN_PER_GPU": OF_VERL,
+    **{name: why for why, names in OF_OTHERS.items() for name in names.split()},
 }
-"""Variables of CapRL's scripts that change nothing in a recipe, and why."""
 
 
 @dataclass
 class CaprlSettings:
-    """What variables became: overrides by variable (also those of CapRL's defaults), and why others have no effect."""
+    """Overrides by variable (also those of CapRL's defaults), and the reasons why other variables have no effect."""
 
     given: Mapping[str, str]
     overrides: dict[str, list[str]] = field(default_factory=dict)
@@ -111,10 +113,10 @@ class CaprlSettings:
         """Set a key of the recipe. Values are JSON, so that a name such as 7 or null stays a text."""
         self.overrides.setdefault(name, []).append(f"{key}={json.dumps(value, ensure_ascii=False)}")
 
-    def read(self, name: str, kind: Callable[[str], Any], usual: Any = None) -> Any:
-        """The value of a variable, or the usual one; a RecipeError names the variable."""
+    def read(self, name: str, kind: Callable[[str], Any], default: Any = None) -> Any:
+        """The value of a variable, or the default; a RecipeError names the variable."""
         if name not in self.given:
-            return usual
+            return default
         try:
             return kind(self.given[name])
         except ValueError as error:
@@ -129,20 +131,17 @@ class CaprlSettings:
 def caprl_settings(
     environment: Mapping[str, str], path: str, recipe: Recipe, changed: Sequence[str] = (), *, files: bool = True
 ) -> CaprlSettings:
-    """What the variables change in a recipe (``path`` names its file); ``changed``: overrides of the command line.
+    """The variables as changes of a recipe (``path`` names its file); ``changed``: overrides of the command line.
 
-    Without ``files`` the data set may be elsewhere, as where a script is migrated on another machine.
+    Without ``files`` the data set need not exist, as where a script is migrated on another machine.
     """
     given = {name: value.strip() for name, value in environment.items() if value.strip()}
     if lacking := [name for name in NEEDED if name not in given]:
         raise RecipeError(f"--caprl-env: the environment variable {lacking[0]} is needed and not set.")
     if files and not Path(given["DATASET"]).is_file():
         raise RecipeError(f"--caprl-env: DATASET '{given['DATASET']}' is no file. It is one JSONL or Parquet file.")
-    source = recipe.tasks.train[0].source
-    if (
-        not any(key.startswith("tasks.train") for key in changed)
-        and wrong_options("source", source, {"path": ""})[0] == "path"
-    ):
+    source, own_rows = recipe.tasks.train[0].source, any(key.startswith("tasks.train") for key in changed)
+    if not own_rows and wrong_options("source", source, {"path": ""})[0] == "path":
         raise RecipeError(
             f"--caprl-env: DATASET '{given['DATASET']}' cannot be read by '{path}': its tasks.train.0 has the source "
             f"'{source}', which has no option path. Name a recipe with the source caprl (caprl_image, "
@@ -199,7 +198,7 @@ def _rewards(found: CaprlSettings, terms: Sequence[str]) -> None:
         raise RecipeError(f"--caprl-env: REWARD_SCORE_MODE is '{mode:.40}'; there are qa and vl_judge.")
     servers = [name for name in ("REWARD_REMOTE_URL", "REWARD_NODE_IP", "REWARD_PORT") if name in given]
     if "remote" not in terms:
-        names = [*servers, *(["REWARD_SCORE_MODE"] if "REWARD_SCORE_MODE" in given else [])]
+        names = [name for name in (*servers, "REWARD_SCORE_MODE") if name in given]
         found.without_effect.update(dict.fromkeys(names, "the recipe has no reward term 'remote'"))
     else:
         at = f"rewards.terms.{terms.index('remote')}.options"
@@ -230,7 +229,7 @@ def _rewards(found: CaprlSettings, terms: Sequence[str]) -> None:
 
 
 def _addresses(found: CaprlSettings) -> list[str]:
-    """The reward servers, as the script puts the address together."""
+    """The reward servers, with the address composed as the script does."""
     if address := found.given.get("REWARD_REMOTE_URL", ""):
         if "?" in address:
             raise RecipeError(
@@ -238,7 +237,9 @@ def _addresses(found: CaprlSettings) -> list[str]:
                 "key does not belong there: leave ?token= out and set the environment variable SENSORIUM_SERVICE_KEY."
             )
         return [url.strip() for url in address.split(",") if url.strip()]
-    node, at = found.given.get("REWARD_NODE_IP", "127.0.0.1"), found.read("REWARD_PORT", port, PORT)
+    node, port = found.given.get("REWARD_NODE_IP", "127.0.0.1"), found.read("REWARD_PORT", int, PORT)
+    if not 1 <= port <= 65535:
+        raise RecipeError(f"--caprl-env: REWARD_PORT is {port}; ports are 1 to 65535.")
     if node.count(":") > 1 and not set(node) & set("[/"):
         node = f"[{node}]"  # IPv6
     elif "/" in node or (":" in node and not node.startswith("[")):
@@ -246,11 +247,7 @@ def _addresses(found: CaprlSettings) -> list[str]:
             f"--caprl-env: REWARD_NODE_IP is '{node:.80}'; it is an address or a name alone. The port is REWARD_PORT, and "
             "a whole address REWARD_REMOTE_URL."
         )
-    return [f"http://{node}:{at}"]
-
-
-# REWARD_MODEL=/reader REWARD_PORT=18889 bash scripts/start_reward_serve_rm.sh → sensorium serve reward reads them, too
-# CAPTION_MODEL=/captioner DATASET=rows.jsonl SAVE_DIR=/runs bash scripts/train_caprl.sh → caprl_video with these values
+    return [f"http://{node}:{port}"]
 
 
 SERVICE = "start_reward_serve_rm.sh"
@@ -258,14 +255,12 @@ SERVICE_VARIABLES = (
     "REWARD_MODEL", "REWARD_PORT", "REWARD_WORKER_BASE", "REWARD_NUM_WORKERS", "REWARD_QA_NUM", "REWARD_SCORE_MODE",
     "REWARD_TASK", "FORMAT_REWARD_WEIGHT", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
+# Further variables by which a script is recognised as CapRL's.
 KNOWN = (
-    *NEEDED, *WITHOUT_EFFECT, *SERVICE_VARIABLES, "TOTAL_EPOCHS", "RUN_NAME", "SAVE_HF_MODEL", "WANDB_PROJECT",
-    "REWARD_NODE_IP",
-    "REWARD_REMOTE_URL", "BATCH_SIZE", "ROLLOUT_N", "SAVE_FREQ", "ACTOR_LR", "MAX_RESPONSE_LENGTH", "REWARD_LENGTH_L1",
-    "REWARD_LENGTH_L2", "REWARD_LENGTH_WEIGHT", "REWARD_LENGTH_TOKENIZER_PATH", "ROLLOUT_PROMPT_LENGTH",
+    *NEEDED, *WITHOUT_EFFECT, *SERVICE_VARIABLES, *KEYS, *OF_TERMS, "TOTAL_EPOCHS", "RUN_NAME", "SAVE_HF_MODEL",
+    "REWARD_NODE_IP", "REWARD_REMOTE_URL", "MAX_RESPONSE_LENGTH", "REWARD_LENGTH_TOKENIZER_PATH", "ROLLOUT_PROMPT_LENGTH",
     "ROLLOUT_RESPONSE_LENGTH", "ROLLOUT_MAX_MODEL_LEN",
 )  # fmt: skip
-"""Variables by which a script is recognised as CapRL's."""
 
 
 def certainty(given: Given) -> int:
@@ -277,7 +272,7 @@ def certainty(given: Given) -> int:
 
 
 def migrate(given: Given) -> Migration:
-    """The recipe of a script. Variables of libraries are left to others, but for WANDB's and the GPUs'."""
+    """The recipe of a script. Of the variables of libraries only WANDB's and the GPUs' are used."""
     if given.form != "script":
         if verl.certainty(given) == 1:  # sections of verl
             return verl.migrate(given)
@@ -290,38 +285,36 @@ def migrate(given: Given) -> Migration:
 def migrate_caprl(
     variables: Sequence[Setting], overrides: Sequence[Setting], text: str, named: str, notes: Sequence[str] = ()
 ) -> Migration:
-    """The recipe of CapRL's variables, and of overrides that its script hands on to verl."""
-    given: Mapping[str, Setting] = {setting.key: setting for setting in variables}
-    image = str(given["REWARD_TASK"].value if "REWARD_TASK" in given else "") == "image"
+    """The recipe of CapRL's variables, and of overrides that its script passes to verl."""
+    given = {setting.key: setting for setting in variables}
+    image = "REWARD_TASK" in given and str(given["REWARD_TASK"].value) == "image"
     image = image or any((setting.key, setting.value) == ("data.input_type", "image") for setting in overrides)
     start = "caprl_image" if image else "caprl_video"
     sheet = Sheet("CapRL++", start, [*variables, *overrides], notes)
     trains = SERVICE not in text or "train_caprl.sh" in text
     for setting in variables:
         if not trains and setting.key in SERVICE_VARIABLES:
-            sheet.nothing(setting, "no place", "of the reward service: sensorium serve reward reads this variable itself")
+            sheet.apply(no_place("of the reward service: sensorium serve reward reads this variable itself"), setting)
         elif unset(setting.value):
-            sheet.nothing(setting, "no place", f"its value is not in the file ({setting.shown})")
+            sheet.apply(no_place(f"its value is not in the file ({setting.shown})"), setting)
     taken = {key: str(one.value) for key, one in given.items() if key not in sheet.outcomes}
     lacking = [name for name in NEEDED if name not in taken]
     recipe = load_recipe(start)
-    usual = {"CAPTION_MODEL": recipe.model.path, "DATASET": sheet.at("tasks.train.0.options.path"), "SAVE_DIR": "runs"}
-    settings = caprl_settings({**{name: usual[name] for name in lacking}, **taken}, start, recipe, files=False)
+    needed = {"CAPTION_MODEL": recipe.model.path, "DATASET": sheet.at("tasks.train.0.options.path"), "SAVE_DIR": "runs"}
+    settings = caprl_settings({**{name: needed[name] for name in lacking}, **taken}, start, recipe, files=False)
     for name, changed in settings.overrides.items():
         parts = {place: parsed(value) for place, _, value in (one.partition("=") for one in changed)}
         parts = {place: DROP if (place, value) == ("steps", None) else value for place, value in parts.items()}
-        if name in lacking:
-            continue
         if name in taken:
-            sheet.became(given[name], parts, "" if parts else "taken together with a variable above")
-        elif name != "RUN_NAME" and name not in lacking:
+            sheet.apply(Answer("became", "" if parts else "used together with a variable above", parts), given[name])
+        elif name not in (*lacking, "RUN_NAME"):
             for place, value in parts.items():  # a default of CapRL's script
                 sheet.put(place, value)
     for name, why in settings.without_effect.items():
-        sheet.nothing(given[name], "no effect", why)
+        sheet.apply(no_effect(why), given[name])
     for name in taken:
         if name not in sheet.outcomes and name in KNOWN:
-            sheet.nothing(given[name], "no effect", "as it is here anyway")
+            sheet.apply(no_effect("the recipe does the same"), given[name])
     if lacking and trains:
         sheet.notes.append(f"CapRL's script needs {', '.join(lacking)}, which are not given; the recipe has its own there.")
     sheet.settle(verl.RULES)

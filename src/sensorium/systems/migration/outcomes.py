@@ -1,35 +1,33 @@
-"""What became of each key of another trainer, and the recipe that they make together.
+"""The engine of ``sensorium migrate``: rules turn another trainer's settings into a recipe, with an outcome for each.
 
     data.train_batch_size=32         became        batch.prompts_per_step=32
     actor.use_kl_loss=False          no effect     there is no KL, so its coefficient and kind do nothing
     rollout.enforce_eager=False      no place      the engine captures its own CUDA graphs
     data.train_bach_size=32          unknown       verl has no such key that is known here
 
-A framework's file has a table of rules by key, the first match counts. A rule is the recipe's key; a ``Why``; or a function
-that looks at other keys, too.
+Each trainer has a table of rules by key pattern, and the first match counts. A rule is a key of the recipe, a mapping of
+changes, an ``Answer``, or a function of sheet and setting that returns one of these.
 """
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from sensorium.recipe.load import check_recipe, read_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.traits import estimator_traits, loss_takes
+from sensorium.recipe.traits import estimator_traits, loss_takes, loss_traits
 from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 Kind = Literal["became", "no effect", "no place", "unknown"]
-DROP = object()
-"""As a value: the recipe's key is left out."""
-
-PROMPT = 2048
-"""Tokens of a prompt, where only the response is bounded."""
+DROP = object()  # as a value: the recipe's key is left out
+PROMPT = 2048  # tokens of a prompt where only the response is bounded
 UNSET = re.compile(r"\$[A-Za-z_{(]")
 SECRET = re.compile(r"(^|[^a-z])(api[_-]?key|wandb[_-]?key|token|secret|password)$", re.IGNORECASE)
+# The recipe that a migration starts from where no shipped recipe fits.
 GENERAL: dict[str, Any] = {
     "name": "migrated",
     "epochs": 1,
@@ -38,12 +36,11 @@ GENERAL: dict[str, Any] = {
     "rewards": {"terms": [{"name": "math"}]},
     "optimizer": {"lr": 1.0e-6},
 }
-"""Where a migration starts that belongs to none of the systems of which a recipe is shipped."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One key with its value, as it was given."""
+    """A key with its value in the other trainer's text."""
 
     key: str
     value: Any
@@ -59,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one setting: ``text`` is what it became, or why nothing."""
+    """The outcome of one setting: ``text`` is what it became, or the reason why it became nothing."""
 
     setting: Setting
     kind: Kind
@@ -67,19 +64,20 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Why:
-    """A rule for keys that change nothing in a recipe."""
+class Answer:
+    """The result of a rule; ``text`` is the reason, or a remark beside the changes."""
 
     kind: Kind
     text: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-Rule = str | Why | Callable[["Sheet", Setting], None]
+Rule = str | Mapping[str, Any] | Answer | Callable[["Sheet", Setting], Any]
 
 
 @dataclass
 class Migration:
-    """The recipe's text, how it was made, and the outcomes in the order of the keys."""
+    """The recipe's text and the outcomes. ``kept``: what it has from the shipped recipe, since no setting changed it."""
 
     framework: str
     start: str
@@ -87,40 +85,30 @@ class Migration:
     outcomes: list[Outcome]
     notes: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    """What the recipe has from the shipped one, since no given key sets it."""
     recipe: Recipe | None = None
     problem: str = ""
 
 
 class Sheet:
-    """Settings on their way to a recipe: what each became, and what the recipe gets."""
+    """Settings, their outcomes, and the recipe made from them. Of a key given twice the last value counts."""
 
     def __init__(self, framework: str, start: str, settings: Sequence[Setting], notes: Sequence[str] = ()) -> None:
-        self.framework, self.start = framework, start
+        self.framework, self.start, self.notes = framework, start, list(notes)
         self.settings = {setting.key: setting for setting in settings}
-        """By key; of a key that was given twice the last counts, as there."""
-        self.notes = list(notes)
         self.outcomes: dict[str, Outcome] = {}
-        self.changed: dict[str, Any] = {}
+        self.changed: set[str] = set()
         self.filled: set[str] = set()
-        self.data: dict[str, Any] = copy.deepcopy(GENERAL) if not start else read_recipe(start)[0]
+        self.data: dict[str, Any] = read_recipe(start)[0] if start else copy.deepcopy(GENERAL)
         for setting in settings:
             if setting is not self.settings[setting.key]:
                 self.outcomes[f"{setting.key} (line {setting.line})"] = Outcome(setting, "no effect", "it is given again")
 
-    def value(self, key: str, usual: Any = None) -> Any:
-        """The value of a setting, or the usual one."""
-        return self.settings[key].value if key in self.settings and not unset(self.settings[key].value) else usual
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of a setting, or the default."""
+        return self.settings[key].value if key in self.settings and not unset(self.settings[key].value) else default
 
-    def fill(self, defaults: Mapping[str, Any], first: Sequence[str] = ()) -> None:
-        """Add the trainer's own defaults of keys that were left out, and put the keys first on which others depend."""
-        self.filled = set(defaults) - set(self.settings)
-        self.settings |= {key: Setting(key, value) for key, value in defaults.items() if key in self.filled}
-        order = [key for key in first if key in self.settings]
-        self.settings = {key: self.settings[key] for key in dict.fromkeys([*order, *self.settings])}
-
-    def at(self, place: str, usual: Any = None) -> Any:
-        """What the recipe has at a dotted place so far."""
+    def at(self, place: str, default: Any = None) -> Any:
+        """The recipe's current value at a dotted place."""
         found: Any = self.data
         for part in place.split("."):
             if isinstance(found, list) and part.isdigit() and int(part) < len(found):
@@ -128,11 +116,11 @@ class Sheet:
             elif isinstance(found, dict) and part in found:
                 found = found[part]
             else:
-                return usual
+                return default
         return found
 
     def put(self, place: str, value: Any) -> None:
-        """Set the recipe's key, or take it out; sections that are missing are made."""
+        """Set a key of the recipe, or remove it (``DROP``). Missing sections are created."""
         *outer, last = place.split(".")
         target: Any = self.data
         for part in outer:
@@ -147,101 +135,105 @@ class Sheet:
             target.pop(key, None)
         else:
             target[key] = value
-        self.changed[place] = value
-
-    def became(self, setting: Setting, changes: Mapping[str, Any], note: str = "") -> None:
-        """The setting became these keys of the recipe."""
-        for place, value in changes.items():
-            self.put(place, value)
-        shown = " ".join(f"{place}={_plain(value)}" for place, value in changes.items() if value is not DROP)
-        self.outcomes[setting.key] = Outcome(setting, "became", f"{shown} ({note})" if note else shown)
-
-    def nothing(self, setting: Setting, kind: Kind, why: str) -> None:
-        """The setting changes nothing in the recipe."""
-        self.outcomes[setting.key] = Outcome(setting, kind, why)
-
-    def settle(self, rules: Mapping[str, Rule]) -> None:
-        """Give every setting that has no outcome yet the one of the first rule whose pattern it matches."""
-        for setting in self.settings.values():
-            if setting.key in self.outcomes:
-                continue
-            rule = next((rule for pattern, rule in rules.items() if fnmatchcase(setting.key, pattern)), None)
-            if setting.key.startswith("~"):
-                self.nothing(setting, "no place", f"a recipe has no deletions; leave {setting.key[1:]} out of the command")
-            elif rule is None:
-                near = _nearest_key(setting.key, rules)
-                self.nothing(
-                    setting, "unknown", f"not known here as a key of {self.framework}; nothing was made of it{near}"
-                )
-            elif unset(setting.value) and not isinstance(rule, Why):
-                goal = f"set {rule} yourself" if isinstance(rule, str) else "set what it means yourself"
-                self.nothing(setting, "no place", f"its value is not in the file ({setting.shown}): {goal}")
-            else:
-                try:
-                    self.apply(rule, setting)
-                except (TypeError, ValueError, IndexError):  # a text where a number belongs, an empty list, and the like
-                    self.nothing(setting, "no place", "its value is not one that this key has; nothing was made of it")
+        self.changed.add(place)
 
     def apply(self, rule: Rule, setting: Setting) -> None:
-        """Give a setting the outcome that a rule has for it."""
+        """Change the recipe as a rule says, and record the outcome of the setting."""
+        while callable(rule):
+            rule = rule(self, setting)
         if isinstance(rule, str):
-            self.became(setting, {rule: setting.value})
-        elif isinstance(rule, Why):
-            self.nothing(setting, rule.kind, rule.text)
-        else:
-            rule(self, setting)
+            rule = {rule: setting.value}
+        answer = rule if isinstance(rule, Answer) else Answer("became", "", rule)
+        for place, value in answer.changes.items():
+            self.put(place, value)
+        text = " ".join(f"{place}={_plain(value)}" for place, value in answer.changes.items() if value is not DROP)
+        remark = f"{text} ({answer.text})" if text and answer.text else text or answer.text
+        self.outcomes[setting.key] = Outcome(setting, answer.kind, remark)
 
-    def _leave_room(self, section: str) -> None:
-        """Elsewhere a response may be as long as the context and ends with it; here a prompt must fit beside it."""
-        usual = self.at("rollout.max_context_tokens", 4096)
-        written, context = self.at(f"{section}.max_new_tokens", 0), self.at(f"{section}.max_context_tokens", 0) or usual
-        if isinstance(written, int) and isinstance(context, int) and written >= context:
-            self.put(f"{section}.max_context_tokens", written + PROMPT)
-            self.notes.append(
-                f"{section}.max_context_tokens is {written + PROMPT}, so that a prompt of {PROMPT:,} tokens fits beside "
-                f"{section}.max_new_tokens."
-            )
+    def settle(
+        self, rules: Mapping[str, Rule], first: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """Apply the first matching rule to every setting without an outcome.
 
-    def _kept(self) -> list[str]:
-        """Keys of the shipped recipe that nothing changed, with their values where these are short."""
+        ``first``: keys that others depend on. ``defaults``: the trainer's own values of keys that were left out.
+        """
+        defaults = defaults or {}
+        self.filled = set(defaults) - set(self.settings)
+        self.settings |= {key: Setting(key, value) for key, value in defaults.items() if key in self.filled}
+        order = dict.fromkeys([*(key for key in first if key in self.settings), *self.settings])
+        self.settings = {key: self.settings[key] for key in order}
+        for key, setting in self.settings.items():
+            if key in self.outcomes:
+                continue
+            rule = next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
+            if key.startswith("~"):
+                rule = no_place(f"a recipe has no deletions; leave {key[1:]} out of the command")
+            elif rule is None:
+                near = _nearest_key(key, rules)
+                rule = Answer("unknown", f"not known here as a key of {self.framework}; it was ignored{near}")
+            elif unset(setting.value) and not isinstance(rule, Answer):
+                goal = f"set {rule} yourself" if isinstance(rule, str) else "set what it means yourself"
+                rule = no_place(f"its value is not in the file ({setting.shown}): {goal}")
+            try:
+                self.apply(rule, setting)
+            except (TypeError, ValueError, IndexError):  # a text instead of a number, an empty list, and the like
+                self.apply(no_place("this key cannot have such a value; it was ignored"), setting)
+
+    def finish(self, named: str, model_key: str = "") -> Migration:
+        """The migration with the recipe checked. ``model_key``: the trainer's key of the model."""
+        if not self.at("model.path"):
+            self.put("model.path", "MODEL")
+            self.notes.append(f"no {model_key} was given: model.path is MODEL, a placeholder.")
+        for section in ("rollout", "evaluation"):
+            # Elsewhere a response may fill the context and ends with it; here a prompt must fit beside it.
+            context = self.at(f"{section}.max_context_tokens", 0) or self.at("rollout.max_context_tokens", 4096)
+            response = self.at(f"{section}.max_new_tokens", 0)
+            if isinstance(response, int) and isinstance(context, int) and response >= context:
+                key, tokens = f"{section}.max_context_tokens", response + PROMPT
+                self.put(key, tokens)
+                self.notes.append(
+                    f"{key} is {tokens}: room for a prompt of {PROMPT:,} tokens beside {section}.max_new_tokens."
+                )
+        defaults = [self.outcomes.pop(key) for key in self.settings if key in self.filled]
+        taken = [f"{one.setting.key}={one.setting.shown}" for one in defaults if one.kind == "became"]
+        if taken:
+            self.notes.append(f"left out, so {self.framework}'s own defaults are used: {', '.join(taken)}.")
+        data = {key: value for key, value in self.data.items() if value != {}}
+        start = f"the recipe {self.start}" if self.start else "no shipped recipe"
+        head = f"# Made by sensorium migrate from {named} ({self.framework}), starting from {start}.\n"
         shipped = flat(read_recipe(self.start)[0]) if self.start else {}
         touched = {".".join(place.split(".")[:i]) for place in self.changed for i in range(1, place.count(".") + 2)}
         inside = tuple(f"{place}." for place in self.changed)
-        same = {key: value for key, value in shipped.items() if key not in touched and not f"{key}.".startswith(inside)}
-        return [key if isinstance(value, list) else f"{key}={_plain(value)}" for key, value in same.items()]
-
-    def finish(self, named: str) -> Migration:
-        """The recipe as text, checked."""
-        self._leave_room("rollout")
-        self._leave_room("evaluation")
-        defaults = [self.outcomes.pop(key) for key in self.settings if key in self.filled]
-        became = [f"{one.setting.key}={one.setting.shown}" for one in defaults if one.kind == "became"]
-        if became:
-            self.notes.append(f"left out, so {self.framework}'s own defaults were taken: {', '.join(became)}.")
-        self.data = {key: value for key, value in self.data.items() if value != {}}
-        start = f"the recipe {self.start}" if self.start else "no shipped recipe"
-        text = f"# Made by sensorium migrate from {named} ({self.framework}), starting from {start}.\n" + write_yaml(
-            self.data
-        )
-        migration = Migration(self.framework, self.start, text, list(self.outcomes.values()), self.notes, self._kept())
+        kept = [
+            key if isinstance(value, list) else f"{key}={_plain(value)}"
+            for key, value in shipped.items()
+            if key not in touched and not f"{key}.".startswith(inside)
+        ]
+        outcomes = list(self.outcomes.values())
+        migration = Migration(self.framework, self.start, head + write_yaml(data), outcomes, self.notes, kept)
         try:
-            migration.recipe = check_recipe(copy.deepcopy(self.data), "the migrated recipe")
+            migration.recipe = check_recipe(copy.deepcopy(data), "the migrated recipe")
         except RecipeError as error:
             migration.problem = str(error)
         return migration
 
 
 def unset(value: Any) -> bool:
-    """Whether a value hangs on a variable or a command of which the file does not say what it is."""
+    """Whether a value depends on a variable or command that the file does not define."""
     return isinstance(value, str) and bool(UNSET.search(value))
 
 
 def parsed(text: str) -> Any:
-    """A value as it was meant on a command line: a number, true or false, a list, else a text."""
+    """A value of a command line: a number, true or false, a list, else a text."""
     try:
         return read_yaml(text, "value")[0] if text else ""
     except RecipeError:
         return text
+
+
+def listed(value: Any) -> list[Any]:
+    """The value as a list."""
+    return value if isinstance(value, list) else [value]
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -256,7 +248,7 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _nearest_key(key: str, rules: Mapping[str, Any]) -> str:
-    """A suggestion for a key that is not known: one of its section first, else one much like it; or nothing."""
+    """A similar key, first of the same section, as a suggestion; else nothing."""
     section, _, last = key.rpartition(".")
     names = [rule for rule in rules if not set(rule) & set("*[")]
     beside = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
@@ -267,122 +259,6 @@ def _nearest_key(key: str, rules: Mapping[str, Any]) -> str:
     return near if "'" in near else ""
 
 
-def each(prefix: str, names: str, rule: Rule) -> dict[str, Rule]:
-    """One rule for several keys of a section."""
-    return {f"{prefix}.{name}": rule for name in names.split()}
-
-
-def run_name(sheet: Sheet, setting: Setting) -> None:
-    """A run's name, of letters that a folder may have."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", str(setting.value)).lstrip("._-") or "migrated"
-    sheet.became(setting, {"name": name})
-
-
-def scaled(place: str, off: Sequence[Any] = (None, -1)) -> Callable[[Sheet, Setting], None]:
-    """A rule for counts of which some values switch off: 0 here."""
-
-    def rule(sheet: Sheet, setting: Setting) -> None:
-        sheet.became(setting, {place: 0 if setting.value in off else setting.value})
-
-    return rule
-
-
-def chosen(place: str, names: Mapping[str, Any], otherwise: str) -> Callable[[Sheet, Setting], None]:
-    """A rule for names that have other ones here; those that have none get the reason ``otherwise``."""
-
-    def rule(sheet: Sheet, setting: Setting) -> None:
-        if setting.value in names:
-            sheet.became(setting, {place: names[setting.value]})
-        else:
-            sheet.nothing(setting, "no place", otherwise)
-
-    return rule
-
-
-def feature(text: str) -> Callable[[Sheet, Setting], None]:
-    """A rule for something that does not exist here: without effect where it is off, without a place where it is on."""
-
-    def rule(sheet: Sheet, setting: Setting) -> None:
-        off = setting.value in (None, False, 0, "", "null", "None", "none", "disabled") or setting.value in ([], {})
-        sheet.nothing(setting, "no effect" if off else "no place", "it is off" if off else text)
-
-    return rule
-
-
-def loggers(sheet: Sheet, setting: Setting, names: Sequence[str]) -> None:
-    """Loggers beside console and metrics.jsonl, which always run."""
-    taken = [name for name in names if name in ("wandb", "tensorboard")]
-    others = [name for name in names if name not in ("wandb", "tensorboard", "console")]
-    before = [name for name in sheet.at("logging.loggers", []) if name not in taken] if sheet.framework != "verl" else []
-    note = f"no place for {', '.join(others)}: only wandb and tensorboard are known" if others else ""
-    sheet.became(setting, {"logging.loggers": [*before, *taken]}, note)
-
-
-def choose_estimator(sheet: Sheet, setting: Setting, name: str, changes: Mapping[str, Any] | None = None) -> None:
-    """Another estimator than the one that the migration starts from: settings that only that one takes go."""
-    if name != sheet.at("algorithm.advantage.name"):
-        sheet.put("algorithm.advantage", {"name": name})
-        if not estimator_traits(name).critic:
-            sheet.put("algorithm.critic", DROP)
-    sheet.became(setting, {"algorithm.advantage.name": name, **(changes or {})})
-
-
-def choose_loss(sheet: Sheet, setting: Setting, name: str) -> None:
-    """Another loss than the one that the migration starts from: settings that this one does not take go."""
-    section = sheet.at("algorithm.loss", {})
-    kept = {key: value for key, value in section.items() if key == "entropy_coef" or loss_takes(name, key)}
-    sheet.put("algorithm.loss", {"name": name, **{key: value for key, value in kept.items() if key != "name"}})
-    sheet.became(setting, {"algorithm.loss.name": name})
-
-
-def of_loss(option: str) -> Callable[[Sheet, Setting], None]:
-    """A rule for a setting of the loss, which some losses do not take."""
-
-    def rule(sheet: Sheet, setting: Setting) -> None:
-        name = sheet.at("algorithm.loss.name", "clip")
-        if not loss_takes(name, option):
-            sheet.nothing(setting, "no effect", f"the loss {name} has no use for it")
-        else:
-            sheet.became(setting, {f"algorithm.loss.{option}": setting.value})
-
-    return rule
-
-
-def of_critic(place: str) -> Callable[[Sheet, Setting], None]:
-    """A rule for a setting of the critic, which some estimators do not have."""
-
-    def rule(sheet: Sheet, setting: Setting) -> None:
-        name = sheet.at("algorithm.advantage.name", "grpo")
-        if not estimator_traits(name).critic:
-            sheet.nothing(setting, "no effect", f"the estimator {name} has no critic")
-        else:
-            sheet.became(setting, {place: setting.value})
-
-    return rule
-
-
-def beta(keys: Sequence[str]) -> Callable[[Sheet, Setting], None]:
-    """A rule for AdamW's two betas, each a key of its own."""
-
-    def rule(sheet: Sheet, setting: Setting) -> None:
-        usual = sheet.at("optimizer.betas", [0.9, 0.999])
-        betas = [sheet.value(key, value) for key, value in zip(keys, usual, strict=True)]
-        sheet.became(setting, {"optimizer.betas": betas})
-
-    return rule
-
-
-def divide_batch(sheet: Sheet, setting: Setting, episodes_each: int) -> None:
-    """Episodes of an update, as the number of updates that a step is divided into."""
-    prompts, group = sheet.at("batch.prompts_per_step", 8), sheet.at("batch.group_size", 8)
-    updates, rest = divmod(prompts * group, max(1, episodes_each))
-    if rest or updates < 1 or prompts % updates:
-        why = f"{prompts} x {group} episodes cannot be divided into equal updates of {episodes_each} with whole groups"
-        sheet.nothing(setting, "no place", f"{why}; set batch.updates_per_epoch yourself")
-    else:
-        sheet.became(setting, {"batch.updates_per_epoch": updates})
-
-
 def _plain(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
@@ -391,3 +267,163 @@ def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def table(rules: Mapping[str, Any]) -> dict[str, Rule]:
+    """Rules by key. A key may be several names with spaces between; one that ends with "." or "--" opens a section."""
+    found: dict[str, Rule] = {}
+    for key, rule in rules.items():
+        if key.endswith((".", "--")):
+            found |= {f"{key}{name}": inner for name, inner in table(rule).items()}
+        else:
+            found |= dict.fromkeys(key.split(), rule)
+    return found
+
+
+def no_effect(text: str) -> Answer:
+    """The setting changes nothing here."""
+    return Answer("no effect", text)
+
+
+def no_place(text: str) -> Answer:
+    """A recipe has no key for the setting."""
+    return Answer("no place", text)
+
+
+def feature(text: str) -> Rule:
+    """Something that does not exist here: without effect where it is off, without a place where it is on."""
+
+    def rule(sheet: Sheet, setting: Setting) -> Rule:
+        off = setting.value in (None, False, 0, "", "null", "None", "none", "disabled") or setting.value in ([], {})
+        return no_effect("it is off") if off else no_place(text)
+
+    return rule
+
+
+def switch(on: Rule, off: str) -> Rule:
+    """A rule for values that are true; others have no effect for the reason ``off``."""
+    return lambda sheet, setting: on if setting.value else no_effect(off)
+
+
+def where(key: str, rule: Rule, otherwise: str, default: bool = True, wanted: bool = True) -> Rule:
+    """A rule that counts where another setting is on (``wanted``) or off. ``default``: its state if it is not given."""
+    return lambda sheet, setting: rule if bool(sheet.value(key, default)) is wanted else no_effect(otherwise)
+
+
+def where_evaluated(rule: Rule, otherwise: Answer) -> Rule:
+    """A rule for settings of evaluation, which have no use where a recipe holds nothing out."""
+    return lambda sheet, setting: rule if sheet.at("tasks.evaluate") else otherwise
+
+
+def count(place: str) -> Rule:
+    """A rule for counts that null, false and -1 switch off: 0 here."""
+    return lambda sheet, setting: {place: 0 if setting.value in (None, False, -1) else setting.value}
+
+
+def chosen(place: str, names: Mapping[str, Any] | Collection[str], otherwise: str) -> Rule:
+    """A rule for names that have a counterpart here; others get the reason ``otherwise``."""
+    table = names if isinstance(names, Mapping) else dict(zip(names, names, strict=True))
+    return lambda sheet, setting: {place: table[setting.value]} if setting.value in table else no_place(otherwise)
+
+
+def of_loss(option: str) -> Rule:
+    """A rule for an option of the loss, which some losses do not take."""
+
+    def rule(sheet: Sheet, setting: Setting) -> Rule:
+        name = sheet.at("algorithm.loss.name", "clip")
+        return f"algorithm.loss.{option}" if loss_takes(name, option) else no_effect(f"the loss {name} does not use it")
+
+    return rule
+
+
+def of_critic(place: str) -> Rule:
+    """A rule for a setting of the critic, which some estimators do not have."""
+
+    def rule(sheet: Sheet, setting: Setting) -> Rule:
+        name = sheet.at("algorithm.advantage.name", "grpo")
+        critic = estimator_traits(name).critic
+        return f"algorithm.critic.{place}" if critic else no_effect(f"the estimator {name} has no critic")
+
+    return rule
+
+
+def choose_estimator(sheet: Sheet, name: str) -> Rule:
+    """Changes to another estimator: options that only the former takes are dropped."""
+    if name == sheet.at("algorithm.advantage.name"):
+        return {"algorithm.advantage.name": name}
+    sheet.put("algorithm.advantage", {"name": name})
+    if not estimator_traits(name).critic:
+        sheet.put("algorithm.critic", DROP)
+    return {"algorithm.advantage.name": name}
+
+
+def choose_loss(sheet: Sheet, name: str) -> Rule:
+    """Changes to another loss: options that it does not take are dropped."""
+    options = sheet.at("algorithm.loss", {}).items()
+    taken = {key: value for key, value in options if key != "name" and (key == "entropy_coef" or loss_takes(name, key))}
+    sheet.put("algorithm.loss", {"name": name, **taken})
+    return {"algorithm.loss.name": name}
+
+
+def aggregate(sheet: Sheet, mode: str) -> Rule:
+    """How the loss sums tokens, where the loss allows it."""
+    name = sheet.at("algorithm.loss.name", "clip")
+    allowed = loss_traits(name).aggregations
+    if allowed and mode not in allowed:
+        return no_place(f"the loss {name} is defined over whole sequences: {allowed[0]}")
+    return {"algorithm.loss.aggregation": mode}
+
+
+def beta(keys: Sequence[str]) -> Rule:
+    """A rule for AdamW's two betas, each a key of its own."""
+
+    def rule(sheet: Sheet, setting: Setting) -> Rule:
+        defaults = sheet.at("optimizer.betas", [0.9, 0.999])
+        return {"optimizer.betas": [sheet.value(key, value) for key, value in zip(keys, defaults, strict=True)]}
+
+    return rule
+
+
+def divide_batch(sheet: Sheet, episodes: int) -> Rule:
+    """Episodes of an update, as the number of updates that a step is divided into."""
+    prompts, group = sheet.at("batch.prompts_per_step", 8), sheet.at("batch.group_size", 8)
+    updates, rest = divmod(prompts * group, max(1, episodes))
+    if rest or updates < 1 or prompts % updates:
+        why = f"{prompts} x {group} episodes cannot be divided into equal updates of {episodes} with whole groups"
+        return no_place(f"{why}; set batch.updates_per_epoch yourself")
+    return {"batch.updates_per_epoch": updates}
+
+
+def rows_source(path: str) -> str:
+    """The source that reads a file of rows."""
+    return "jsonl" if path.endswith((".jsonl", ".json")) else "parquet"
+
+
+def run_name(sheet: Sheet, setting: Setting) -> Rule:
+    """A run's name, with characters that a folder may have."""
+    return {"name": re.sub(r"[^A-Za-z0-9._-]+", "_", str(setting.value)).lstrip("._-") or "migrated"}
+
+
+def loggers(sheet: Sheet, names: Sequence[str], add: bool = True) -> Rule:
+    """Loggers beside console and metrics.jsonl, which always run. ``add``: to those of the recipe."""
+    taken = [name for name in names if name in ("wandb", "tensorboard")]
+    others = [name for name in names if name not in ("wandb", "tensorboard", "console")]
+    before = [name for name in sheet.at("logging.loggers", []) if name not in taken] if add else []
+    note = f"no place for {', '.join(others)}: only wandb and tensorboard are known" if others else ""
+    return Answer("became", note, {"logging.loggers": [*before, *taken]})
+
+
+# Reasons that several trainers' tables give.
+CLUSTER = no_place("GPUs are divided by the section cluster (docs/guides/scale_out.md)")
+ENGINE = no_place("the engine decides it here; rollout.engine=vllm has options (docs/guides/engines.md)")
+MICRO = no_place("micro-batches are packed by tokens here: batch.tokens_per_microbatch")
+PACKED = no_effect("sequences are always packed without padding here")
+ADAMW = no_effect("AdamW is the optimizer")
+TEMPLATE = feature("the model's template is applied as it is")
+OWN_REWARD = feature("a reward of your own is module:function under rewards.terms (docs/reference/rewards.md)")
+TERMS = no_place("reward terms are named under rewards.terms (docs/reference/rewards.md)")
+SAMPLED = no_place("held-out tasks are sampled with the rollout's top_p and top_k")
+STORED = no_effect("a checkpoint always holds the model, the optimizer and the run's state")
+SCHEDULE = chosen(
+    "optimizer.schedule", ["constant", "linear", "cosine"], "optimizer.schedule is constant, linear or cosine"
+)

@@ -1,4 +1,4 @@
-"""Whose settings a text holds, and the settings in it: a shell script or command, a Python run script, or a YAML file.
+"""Recognises the trainer of a text (shell script, command, Python run script or YAML file) and reads its settings.
 
 bash run.sh data.train_batch_size=32 actor_rollout_ref.rollout.n=8      → verl
 CAPTION_MODEL=/m DATASET=d.jsonl bash scripts/train_caprl.sh            → caprl
@@ -20,44 +20,29 @@ from sensorium.systems.migration.outcomes import Migration, Outcome, Setting, pa
 from sensorium.systems.migration.shell import Command, Script
 from sensorium.vocabulary.errors import RecipeError
 
-SECTIONED = re.compile(r"[./]|^--config-")
-"""In a key: it is of a configuration with sections, not a variable."""
+SECTIONED = re.compile(r"[./]|^--config-")  # a key of a configuration with sections, not a variable
+# The module of each trainer has ``certainty(given)``, which is 0 for texts of others, and ``migrate(given)``.
 FRAMEWORKS = {
     "caprl": "sensorium.systems.caprl.settings",
     "verl": "sensorium.systems.migration.verl",
     "nemo_rl": "sensorium.systems.audio_visual.nemo_rl_settings",
     "slime": "sensorium.systems.geo3k.slime_settings",
 }
-"""The module of each trainer. It has ``certainty(given)``, which is 0 for texts of others, and ``migrate(given)``."""
-BUILTINS = [
-    "set",
-    "cd",
-    "echo",
-    "sleep",
-    "true",
-    "exit",
-    "shift",
-    "unset",
-    "trap",
-    "wait",
-    "return",
-    "[",
-    "[[",
-    "test",
-    "ulimit",
-]
+BUILTINS = (
+    "set", "cd", "echo", "sleep", "true", "exit", "shift", "unset", "trap", "wait", "return", "[", "[[", "test", "ulimit",
+)  # fmt: skip
+# Options by which a command is recognised as slime's.
 SLIME = {
     "--hf-checkpoint", "--rollout-batch-size", "--num-rollout", "--advantage-estimator", "--rollout-max-response-len",
     "--prompt-data",
 }  # fmt: skip
-"""Options by which a command is recognised as slime's."""
 OF_LIBRARIES = (
     "HF_", "TRANSFORMERS_", "WANDB_", "VLLM_", "NCCL_", "CUDA_", "PYTHON", "RAY_", "TOKENIZERS_", "OMP_", "TORCH",
     "PYTORCH_", "NVTE_", "GLOO_", "HYDRA_", "no_proxy", "http_proxy", "https_proxy", "HTTP_", "HTTPS_", "MASTER_",
     "SGLANG_", "HCCL_", "ASCEND_", "LD_", "PATH", "TASK_QUEUE_", "CPU_AFFINITY_", "SWANLAB_", "HYDRA", "UCX_",
     "NVSHMEM_", "XDG_", "TRITON_",
 )  # fmt: skip
-TELLS = {
+VARIABLES = {
     "M3_API_CONFIG": "it is read here, too: where the judges' endpoints and keys are (docs/guides/judges.md)",
     "WANDB_API_KEY": "wandb reads it itself; a recipe never holds a key",
     "CUDA_VISIBLE_DEVICES": "it is read here, too",
@@ -66,13 +51,12 @@ TELLS = {
 
 @dataclass(frozen=True)
 class Given:
-    """A text to migrate: what it holds, and where files that it names are looked for."""
+    """A text to migrate. ``data`` is the mapping of a YAML text; files that the text names are looked for in ``folder``."""
 
     text: str
     named: str
     form: Literal["yaml", "python", "script"]
     data: dict[str, Any]
-    """The mapping of a YAML text; of other texts it is empty."""
     folder: Path | None
 
     @cached_property
@@ -82,7 +66,7 @@ class Given:
 
 
 def migrate(text: str, named: str, framework: str = "", folder: Path | None = None) -> Migration:
-    """The recipe of a text, and what each of its keys became. ``folder`` is where files that it names are looked for."""
+    """The recipe of a text and the outcome of each key. Files that the text names are looked for in ``folder``."""
     if framework and framework not in FRAMEWORKS:
         raise RecipeError(f"--from is one of {', '.join(FRAMEWORKS)}, not '{framework}'.")
     if not text.strip():
@@ -90,30 +74,23 @@ def migrate(text: str, named: str, framework: str = "", folder: Path | None = No
     data = _yaml(text, named)
     python = data is None and framework in ("", "slime") and _is_python(text, named)
     given = Given(text, named, "yaml" if data is not None else "python" if python else "script", data or {}, folder)
+    trainers: list[Any] = []
     absent: list[str] = []
-    if framework:
-        trainer: Any = import_system(FRAMEWORKS[framework], f"migrate --from {framework}")
-    else:
-        trainer, absent = _trainer(given)
-    migration: Migration = trainer.migrate(given)
+    for name in [framework] if framework else FRAMEWORKS:
+        try:
+            trainers.append(import_system(FRAMEWORKS[name], f"migrate --from {name}"))
+        except RecipeError as error:
+            if framework:
+                raise
+            absent.append(str(error))
+    surest = max(trainers, key=lambda trainer: trainer.certainty(given))
+    if not framework and not surest.certainty(given):
+        raise RecipeError(" ".join([unrecognised(named), *absent]))
+    migration: Migration = surest.migrate(given)
     migration.notes += absent
     if given.form == "script":
         migration.outcomes += given.script.other_outcomes([outcome.setting for outcome in migration.outcomes])
     return migration
-
-
-def _trainer(given: Given) -> tuple[Any, list[str]]:
-    """The module of the trainer that a text is surest to be of, and what to say of trainers that were not asked."""
-    trainers, absent = [], []
-    for name, module in FRAMEWORKS.items():
-        try:
-            trainers.append(import_system(module, f"migrate --from {name}"))
-        except RecipeError as error:
-            absent.append(str(error))
-    surest = max(trainers, key=lambda trainer: trainer.certainty(given))
-    if not surest.certainty(given):
-        raise RecipeError(" ".join([unrecognised(given.named), *absent]))
-    return surest, absent
 
 
 class ScriptSettings:
@@ -129,18 +106,11 @@ class ScriptSettings:
         for command in script.commands:
             self.variables += [Setting(name, value, command.line) for name, value in command.variables.items()]
             self._take(command)
-        known = {setting.key for setting in self.variables}
-        loose = {
-            name: value for name, value in script.variables.items() if name not in script.exported and name not in known
-        }
+        known = {*script.exported, *(setting.key for setting in self.variables)}
         bare = not self.overrides and not self.options
-        self.variables += [Setting(name, value) for name, value in loose.items() if name.startswith("SLIME_SCRIPT_")]
-        if bare:
-            self.variables += [
-                Setting(name, value)
-                for name, value in loose.items()
-                if name.isupper() and not name.startswith("SLIME_SCRIPT_")
-            ]
+        for name, value in script.variables.items():
+            if name not in known and (name.startswith("SLIME_SCRIPT_") or (bare and name.isupper())):
+                self.variables.append(Setting(name, value))
 
     @cached_property
     def roots(self) -> set[str]:
@@ -173,7 +143,7 @@ class ScriptSettings:
             self.others.append(command)
 
     def other_outcomes(self, settled: Sequence[Setting]) -> list[Outcome]:
-        """What became of variables, arrays and commands that the trainer's own rules did not settle."""
+        """The outcomes of variables, arrays and commands that have no outcome by the trainer's rules."""
         outcomes = [_of_variable(one) for one in self.variables if one not in settled]
         keys = {one.key for one in [*settled, *self.variables]}
         inside = [Setting(name, value) for name, value in self.script.variables.items() if name not in keys]
@@ -208,7 +178,7 @@ def split_override(word: str) -> tuple[str, str] | None:
 
 
 def read_with_references(text: str, named: str) -> Any:
-    """The value of a YAML text in which references such as ``${a.b}`` may stand bare, also in lists."""
+    """The value of a YAML text with references such as ``${a.b}`` without quotes, also in lists."""
     try:
         return read_yaml(text, named)[0]
     except RecipeError:
@@ -217,35 +187,32 @@ def read_with_references(text: str, named: str) -> Any:
 
 
 def _of_variable(setting: Setting) -> Outcome:
-    if setting.key in TELLS:
-        return Outcome(setting, "no effect", TELLS[setting.key])
+    if setting.key in VARIABLES:
+        return Outcome(setting, "no effect", VARIABLES[setting.key])
     if setting.key.startswith(OF_LIBRARIES):
         return Outcome(setting, "no effect", "a variable of a library or of the machine; set it here, too, if it is needed")
-    return Outcome(setting, "unknown", "a variable that is not known here; nothing was made of it")
+    return Outcome(setting, "unknown", "a variable that is not known here; it was ignored")
 
 
 def _of_command(command: Command) -> Outcome:
     words = " ".join(command.words)
     setting = Setting("$ " + (words if len(words) <= 60 else words[:57] + "…"), "", command.line)
     if command.words[0] in ("source", "."):
-        return Outcome(
-            setting, "no place", "the file was not read: what it sets is not in the table. Join the two files for that"
-        )
+        return Outcome(setting, "no place", "the file was not read, so its settings are missing here. Join the two files")
     if command.words[0] in BUILTINS:
         return Outcome(setting, "no effect", "of the script alone")
     return Outcome(setting, "no place", "a command of set-up or launch; a recipe holds none")
 
 
 def _yaml(text: str, named: str) -> dict[str, Any] | None:
-    """A mapping of YAML; None for a script."""
-    if not named.endswith((".yaml", ".yml")) and not any(
-        line.rstrip().endswith(":") or ": " in line for line in text.splitlines()
-    ):
+    """The mapping of a YAML text; None for other texts."""
+    named_so = named.endswith((".yaml", ".yml"))
+    if not named_so and not any(line.rstrip().endswith(":") or ": " in line for line in text.splitlines()):
         return None
     try:
         data = read_with_references(text, named)
     except RecipeError:
-        if named.endswith((".yaml", ".yml")):
+        if named_so:
             raise
         return None
     return data if isinstance(data, dict) and all(isinstance(key, str) for key in data) else None
@@ -262,9 +229,8 @@ def _is_python(text: str, named: str) -> bool:
 
 
 def unrecognised(named: str) -> str:
-    """The error of a text that is of no trainer known here."""
+    """The error for a text of no known trainer."""
     return (
-        f"{named}: this is none of the scripts, command lines and configurations that are recognised: verl's overrides "
-        "(TaskMem, VAGEN), CapRL's variables, slime's arguments, NeMo-RL's YAML. Say whose it is: --from "
-        f"{' | '.join(FRAMEWORKS)}."
+        f"{named}: the trainer is not recognised. Known are verl's overrides (TaskMem, VAGEN), CapRL's variables, slime's "
+        f"arguments and NeMo-RL's YAML. Name the trainer: --from {' | '.join(FRAMEWORKS)}."
     )

@@ -1,4 +1,4 @@
-r"""Shell scripts as other projects launch training with them: what commands they run, with which words and variables.
+r"""Reads shell scripts that launch training: their commands with words and variables.
 
     export N=8                                      → variables {"N": "8"}
     ARGS=(--n $N                                    → arrays {"ARGS": ["--n", "8"]}
@@ -7,8 +7,8 @@ r"""Shell scripts as other projects launch training with them: what commands the
     python train.py "${ARGS[@]}" \                 → Command(["python", "train.py", "--n", "8", "--lr", "1e-6", "a.b=1"])
         a.b=1
 
-Nothing is run. Of an ``if`` the first branch is taken, a loop's body is read once, and both are noted. A variable that the
-script does not set, and the output of a command, stay as they are written: ``$NAME``, ``$(command)``.
+Nothing is run. The first branch of an ``if`` is taken, and a loop's body is read once; notes report both. A variable that
+the script does not set and the output of a command stay as they are written: ``$NAME``, ``$(command)``.
 """
 
 import ast
@@ -19,8 +19,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
-OF_THE_MACHINE = ("HOME", "USER", "PWD")
-"""Variables that are taken from where the command runs; others may hold secrets."""
+BRACKETS = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\))*+\)"
+BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
+REFERENCE = rf"\$(?:{BRACKETS}|{BRACES}|\w+|[@*#?$!-])?+"
+# Parts of a word: 'text', "text", a reference, `command`, an escaped character, plain text.
+PARTS = rf"""'[^']*+'?|"(?:\\.|{REFERENCE}|[^"\\$])*+"?|{REFERENCE}|`[^`]*+`?|\\.?"""
+PART = re.compile(rf"""{PARTS}|[^'"`$\\]+""", re.DOTALL)
+QUOTED_PART = re.compile(rf"""\\["\\$`\n]|{REFERENCE}|[^$\\]+|\\""", re.DOTALL)
+ARRAY_ITEMS = re.compile(r"\$\{?(\w+)\[[@*]\]\}?")
+TOKEN = re.compile(
+    rf"""(?P<skipped>\\\n|[^\S\n]+|\#[^\n]*+|[0-9]?>&[0-9-])|<<-?\s*(?P<quote>['"]?)(?P<here>\w+)(?P=quote)
+    |(?P<operator>\n|&&|\|\||;;|&>>?|[0-9]?>>|<<<|[0-9]?>|<|[;|&()])
+    |(?P<word>[A-Za-z_]\w*\+?=\((?:(?<=\s)\#[^\n]*+|{PARTS}|\((?:[^()])*+\)|[^()])*+\)?
+    |(?:{PARTS}|[^'"`$\\\s;|&()<>])++)""",
+    re.DOTALL | re.VERBOSE,
+)
+OF_THE_MACHINE = ("HOME", "USER", "PWD")  # variables read from this process; others may hold secrets
 OPERATIONS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Div: operator.floordiv, ast.Mod: operator.mod,
@@ -46,16 +60,17 @@ class _Token:
 
 
 class Script:
-    """A script that was read: its commands, and the variables that it exports."""
+    """The commands of a script, its variables and arrays.
+
+    ``used``: arrays that a command or another array uses. ``exported``: names that it exports, with their lines.
+    """
 
     def __init__(self, text: str) -> None:
         self.commands: list[Command] = []
         self.variables: dict[str, str] = {}
         self.arrays: dict[str, list[str]] = {}
         self.used: set[str] = set()
-        """Names of arrays that a command or another array takes."""
         self.exported: dict[str, int] = {}
-        """Names that the script exports, with their lines."""
         self.notes: list[str] = []
         self._branches: list[tuple[str, int]] = []
         self._case = 0
@@ -89,10 +104,10 @@ class Script:
                 self._branches.append(("left out", self._branches.pop()[1]))
             elif word == "fi" and self._branches:
                 _, begin = self._branches.pop()
-                self.notes.append(f"lines {begin} to {line} hang on a condition: the first branch was taken")
+                self.notes.append(f"lines {begin} to {line} depend on a condition: the first branch was taken")
             elif word == "case":
                 self._case += 1
-                self.notes.append(f"the case from line {line} on was not read: it hangs on a value")
+                self.notes.append(f"the case from line {line} on was not read: it depends on a value")
             elif word == "esac":
                 self._case = max(0, self._case - 1)
             elif word in ("for", "while", "until", "select"):
@@ -129,73 +144,54 @@ class Script:
             self.variables |= set_here
 
     def expand(self, raw: str, split: bool = True) -> list[str]:
-        """The words that a word as it is written stands for."""
-        words, current, begun, i = [], "", False, 0
-        while i < len(raw):
-            char = raw[i]
-            if char == "'":
-                end = raw.find("'", i + 1)
-                end = len(raw) if end < 0 else end
-                current, begun, i = current + raw[i + 1 : end], True, end + 1
-            elif char == '"':
-                end = _quoted_end(raw, i)
-                inner = raw[i + 1 : end - 1]
-                if found := re.fullmatch(r"\$\{?(\w+)\[[@*]\]\}?", inner):
-                    words += self._items(found[1])
-                elif inner not in ("$@", "$*", "${@}", "${@:1}"):
-                    current, begun = current + self._inside_quotes(inner), True
-                i = end
-            elif char == "\\" and i + 1 < len(raw):
-                current, begun, i = current + raw[i + 1], True, i + 2
-            elif char == "$":
-                end = _reference_end(raw, i)
-                reference = raw[i:end]
-                if found := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", reference):
-                    words += self._items(found[1])
-                elif reference not in ("$@", "$*"):
-                    value = self._value(reference)
-                    parts = value.split() if split and not value.startswith("$") else [value]
-                    if len(parts) > 1:
-                        words += [current + parts[0], *parts[1:-1]]
-                        current = parts[-1]
-                    elif parts:
-                        current += parts[0]
-                    begun = begun or bool(parts)
-                i = end
-            elif char == "`":
-                end = raw.find("`", i + 1) + 1 or len(raw)
-                current, begun, i = f"{current}$({raw[i + 1 : end - 1]})", True, end
-            else:
-                current, begun, i = current + char, True, i + 1
+        """The words that a written word expands to."""
+        words, current, begun = [], "", False
+        for part in PART.findall(raw):
+            kind, text = part[0], part
+            inner = part[1:-1] if len(part) > 1 and part[0] == part[-1] else part[1:]
+            if kind in '"$' and (array := ARRAY_ITEMS.fullmatch(inner if kind == '"' else part)):
+                words += self._items(array[1])
+                continue
+            if part in ("$@", "$*") or (kind == '"' and inner in ("$@", "$*", "${@}", "${@:1}")):
+                continue
+            if kind == "$":
+                value = self._value(part)
+                pieces = value.split() if split and not value.startswith("$") else [value]
+                if not pieces:
+                    continue
+                if len(pieces) > 1:
+                    words += [current + pieces[0], *pieces[1:-1]]
+                    current = ""
+                text = pieces[-1]
+            elif kind == '"':
+                text = "".join(map(self._inside_quotes, QUOTED_PART.findall(inner)))
+            elif kind == "`":
+                text = f"$({inner})"
+            elif kind in "'\\":
+                text = inner
+            current, begun = current + text, True
         return [*words, current] if begun or (not words and not split) else words
 
     def _items(self, name: str) -> list[str]:
-        """The items of an array; none of one that the script does not set, which is noted."""
         self.used.add(name)
-        if name not in self.arrays:
-            note = f"the array {name} is not set in this file; what another file puts into it is not in the table"
-            self.notes += [note] if note not in self.notes else []
+        note = f"the array {name} is not set in this file; what another file puts into it is not in the table"
+        if name not in self.arrays and note not in self.notes:
+            self.notes.append(note)
         return self.arrays.get(name, [])
 
-    def _inside_quotes(self, text: str) -> str:
-        parts, i = [], 0
-        while i < len(text):
-            if text[i] == "\\" and i + 1 < len(text) and text[i + 1] in '"\\$`\n':
-                parts.append(text[i + 1].replace("\n", ""))
-                i += 2
-            elif text[i] == "$":
-                end = _reference_end(text, i)
-                parts.append(self._value(text[i:end]))
-                i = end
-            else:
-                parts.append(text[i])
-                i += 1
-        return "".join(parts)
+    def _inside_quotes(self, part: str) -> str:
+        if part[0] == "$":
+            return self._value(part)
+        return part[1:].replace("\n", "") if part[0] == "\\" and len(part) > 1 else part
 
     def _value(self, reference: str) -> str:
-        """What a reference stands for; itself where the script does not say."""
+        """The value of a reference; the reference itself where the script does not define it."""
         if reference.startswith("$(("):
-            return self._computed(reference)
+            text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self.variables.get(name[1], name[0]), reference[3:-2])
+            try:
+                return str(_number(ast.parse(text.strip(), mode="eval").body))
+            except (SyntaxError, ValueError, ZeroDivisionError):
+                return reference
         if reference.startswith("$("):
             return reference
         found = re.fullmatch(r"\$\{?(\w+)(?:(:?[-=])(.*))?\}?", reference.removesuffix("}"), re.DOTALL)
@@ -210,14 +206,6 @@ class Script:
             return " ".join(self.expand(default, False))
         return "" if name.isdigit() else f"${name}"
 
-    def _computed(self, reference: str) -> str:
-        """The number of an arithmetic expansion over whole numbers."""
-        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self.variables.get(name[1], name[0]), reference[3:-2])
-        try:
-            return str(_number(ast.parse(text.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return reference
-
 
 def _number(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
@@ -230,93 +218,21 @@ def _number(node: ast.expr) -> int:
 
 
 def _tokens(text: str) -> Iterator[_Token]:
-    """Words as they are written and operators; comments, joined lines and here-documents are gone."""
+    """Words as they are written, and operators; without comments, line continuations and here-documents."""
     i, line = 0, 1
-    ends: list[str] = []
+    here_documents: list[str] = []
     while i < len(text):
-        char = text[i]
-        if char == "\\" and text[i + 1 : i + 2] == "\n":
-            i, line = i + 2, line + 1
-        elif char == "\n":
-            yield _Token("\n", line, False)
-            i, line = i + 1, line + 1
-            while ends:  # here-documents
-                stop = ends.pop(0)
-                found = re.compile(rf"^\t*{re.escape(stop)}$", re.MULTILINE).search(text, i)
-                end = found.end() if found else len(text)
-                line += text.count("\n", i, end)
-                i = end
-        elif char.isspace():
-            i += 1
-        elif char == "#":
-            i = text.find("\n", i) if "\n" in text[i:] else len(text)
-        elif found := re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(text, i):
-            ends.append(found[2])
-            i = found.end()
-        elif found := re.compile(r"[0-9]?>&[0-9-]").match(text, i):  # one stream into another
-            i = found.end()
-        elif found := re.compile(r"&&|\|\||;;|&>>?|[0-9]?>>|<<<|[0-9]?>|<|[;|&()]").match(text, i):
+        found = TOKEN.match(text, i)
+        assert found is not None, "a token is any text"
+        end = found.end()
+        if found["here"]:
+            here_documents.append(found["here"])
+        elif found["operator"]:
             yield _Token(found[0], line, False)
-            i = found.end()
-        else:
-            end = _word_end(text, i)
-            yield _Token(text[i:end].replace("\\\n", ""), line, True)
-            line += text.count("\n", i, end)
-            i = end
-
-
-def _word_end(text: str, i: int) -> int:
-    begin = i
-    while i < len(text):
-        char = text[i]
-        if char == "$":
-            i = _reference_end(text, i)
-        elif char == "`":
-            i = text.find("`", i + 1) + 1 or len(text)
-        elif char == "(" and re.fullmatch(r"[A-Za-z_]\w*\+?=", text[begin:i]):
-            return _closing(text, i)
-        elif char.isspace() or char in ";|&()<>":
-            break
-        else:
-            i = _after(text, i)
-    return i
-
-
-def _after(text: str, i: int) -> int:
-    """The place after a quoted text, an escaped character or a plain one."""
-    if text[i] == "'":
-        return text.find("'", i + 1) + 1 or len(text)
-    return _quoted_end(text, i) if text[i] == '"' else i + 2 if text[i] == "\\" else i + 1
-
-
-def _quoted_end(text: str, i: int) -> int:
-    """The place after the double quote that closes the one at ``i``."""
-    i += 1
-    while i < len(text) and text[i] != '"':
-        i = i + 2 if text[i] == "\\" else _reference_end(text, i) if text.startswith("$(", i) else i + 1
-    return i + 1
-
-
-def _closing(text: str, i: int) -> int:
-    """The place after the bracket that closes the one at ``i``."""
-    opening, closing = text[i], {"(": ")", "{": "}"}[text[i]]
-    depth = 0
-    while i < len(text):
-        char = text[i]
-        if char == "#" and opening == "(" and text[i - 1].isspace():
-            i = text.find("\n", i) if "\n" in text[i:] else len(text)
-        else:
-            depth += (char == opening) - (char == closing)
-            i = _after(text, i)
-            if not depth:
-                return i
-    return i
-
-
-def _reference_end(text: str, i: int) -> int:
-    """The place after the reference that begins with the $ at ``i``."""
-    after = text[i + 1 : i + 2]
-    if after and after in "({":
-        return _closing(text, i + 1)
-    found = re.compile(r"\$(\w+|[@*#?$!-])").match(text, i)
-    return found.end() if found else i + 1
+            while found[0] == "\n" and here_documents:
+                last = re.compile(rf"^\t*{re.escape(here_documents.pop(0))}$", re.MULTILINE).search(text, end)
+                end = last.end() if last else len(text)
+        elif found["word"]:
+            yield _Token(found[0].replace("\\\n", ""), line, True)
+        line += text.count("\n", i, end)
+        i = end

@@ -1,7 +1,7 @@
-"""VAGEN's names of environments and settings, as ours: {"env_name": "frozenlake", "env_config": {"is_slippery": false}}.
+"""VAGEN's environments and settings under our names: {"env_name": "frozenlake", "env_config": {"is_slippery": false}}.
 
-What a file leaves unsaid is what VAGEN leaves it at; its legacy and its present version differ there. Also the seeds that
-its data files stand for, so that a task here is the one that it is there.
+Settings that a file leaves out have VAGEN's defaults, which differ between its legacy and its current version. Also the
+seeds that its data files mean, so that tasks are the same as in VAGEN.
 """
 
 import hashlib
@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sensorium.systems.migration.outcomes import Migration, Outcome, Setting, Sheet
+from sensorium.systems.migration.outcomes import Answer, Migration, Setting, Sheet, no_place
 from sensorium.systems.migration.verl import VAGEN_RECIPES
 from sensorium.vocabulary.errors import RecipeError
 
-WITHOUT_LIMIT = 10**6
-"""VAGEN counts the turns on its own side."""
-
+WITHOUT_LIMIT = 10**6  # VAGEN counts the turns on its own side
 OPTIONS = {
     "render_mode": "view",
     "is_slippery": "slippery",
@@ -28,6 +26,7 @@ OPTIONS = {
     "max_solution_steps": "max_solution",
     "min_solution_steps": "min_solution",
 }
+# Further settings under our names, by environment.
 OF_ENVIRONMENT = {
     "frozen_lake": {"success_reward": "goal_reward"},
     "sokoban": {"min_actions_to_succeed": "max_solution"},  # despite its name the most that VAGEN lets a room take
@@ -36,8 +35,7 @@ OF_ENVIRONMENT = {
     "primitive_skill": {"env_id": "id"},
     "svg": {"dataset_name": "dataset", "split": "dataset_split"},
 }
-"""Further settings under our names, by environment."""
-
+# VAGEN's defaults where ours differ.
 LEGACY = "grounding_worldmodeling"
 LEGACY_DEFAULTS: dict[str, dict[str, Any]] = {
     "frozen_lake": {
@@ -67,27 +65,23 @@ CURRENT_DEFAULTS: dict[str, dict[str, Any]] = {
     "ai2thor": WALK,
     "primitive_skill": {"format_reward": 0.1, "response_format": "wm"},
 }  # fmt: skip
-"""What settings are in VAGEN where a file leaves them out, and they are not so here."""
-
+# Settings of VAGEN's own machinery: they change nothing that is played here.
 IDLE = (
     "image_placeholder", "record_video", "video_record_dir", "mask_success", "gpu_device", "device", "model_size",
     "max_objects_in_state", "max_action_penalty", "reset_seed_max_tries", "min_solution_bfs_max_depth", "example_count",
     "use_example_in_sys_prompt",
 )  # fmt: skip
-"""Settings of its own machinery: they change nothing that is played here."""
+# Settings that VAGEN has in one environment and that change nothing there.
 IDLE_IN = {
     "frozen_lake": ("min_actions_to_succeed",),
     "sokoban": ("max_steps",),  # the room under VAGEN's counts moves, and VAGEN does not look at the count
     "svg": ("data_dir", "max_actions_per_step", "seed"),  # where its copy of the data set is; a reset's seed counts
 }
-"""Settings that VAGEN has in one environment and that change nothing there."""
-
+# Settings that can be played here with this value only.
 ONLY: dict[str, Any] = {
     "multiview": False, "down_sample_ratio": 1.0, "slip_prob": 0.0, "desc": None, "format_penalty": 0.0,
     "special_token_list": ["<think>", "</think>", "<answer>", "</answer>"],
 }  # fmt: skip
-"""Settings that can be played here with this value only."""
-
 SKILL_TASKS = ("AlignTwoCube", "PlaceTwoCube", "PutAppleInDrawer", "StackThreeCube")
 CLIENT = (
     "base_urls", "url_file", "timeout", "retries", "backoff", "max_delay", "backoff_jitter_min", "backoff_jitter_range",
@@ -97,17 +91,17 @@ STATE_REWARD = ("use_state_reward", "grounding_reward_weight", "worldmodeling_re
 DESCRIBING = ("grounding", "worldmodeling", "grounding_worldmodeling")
 VALUES: dict[str, dict[str, str]] = {
     "view": {"vision": "picture"},
-    "response_format": {f"{form}_structured": form for form in DESCRIBING},  # states are told by row and column here
+    "response_format": {f"{form}_structured": form for form in DESCRIBING},  # states are described by row and column here
 }
 MOST_SEED = 2**31 - 1
 HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 
 
 def environment_of(wish: Any, offered: Mapping[str, str], current: bool = False) -> tuple[str, dict[str, Any]]:
-    """Our name and options; what has no counterpart here is refused, here or by the environment.
+    """Our name and options; settings without a counterpart are refused, here or by the environment.
 
     ``offered`` are the environments by the names they are offered under: {"sokoban": "sokoban", "rooms": "ai2thor"}.
-    ``current`` says that the wish is of today's VAGEN, not of its legacy version: settings that it leaves out differ.
+    ``current``: the wish comes from today's VAGEN, whose defaults differ from the legacy version's.
     """
     config = wish.get("env_config") or {} if isinstance(wish, dict) else None
     if not isinstance(config, dict):
@@ -129,12 +123,12 @@ def environment_of(wish: Any, offered: Mapping[str, str], current: bool = False)
 
 
 def _with_task_files(offered: Mapping[str, str]) -> str:
-    """The name under which AI2-THOR is offered, whose rooms VAGEN's navigation with an eval_set plays."""
+    """The name of AI2-THOR among those offered: VAGEN's navigation with an eval_set plays its rooms."""
     for name, kind in offered.items():
         if kind == "ai2thor":
             return name
     raise RecipeError(
-        "VAGEN's navigation plays the rooms of AI2-THOR (eval_set), and nothing here says where its task files are. For "
+        "VAGEN's navigation plays the rooms of AI2-THOR (eval_set), and its task files are not named here. For "
         "the source vagen, give options: {ai2thor: {tasks: 'FOLDER/{eval_set}.json'}}; for a service, offer "
         "ai2thor=FILE.yaml with {environment: ai2thor, options: {tasks: 'FOLDER/{eval_set}.json'}}. The environment "
         "navigation has rooms of its own: leave eval_set out to play those."
@@ -142,7 +136,7 @@ def _with_task_files(offered: Mapping[str, str]) -> str:
 
 
 def entry_name(name: str, config: Mapping[str, Any], data_source: str) -> str:
-    """The environment that an entry of today's list means: of ``RemoteEnv``, a client, what its server is asked for.
+    """The environment of an entry; of ``RemoteEnv``, a client, the one that its server plays.
 
     {name: RemoteEnv, data_source: navigation, config: {eval_set: base}} is navigation; one with an env_id plays skills.
     """
@@ -152,12 +146,12 @@ def entry_name(name: str, config: Mapping[str, Any], data_source: str) -> str:
 
 
 def without_client(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those of VAGEN's client: where its servers are, and how often it asks again."""
+    """Settings without those of VAGEN's client, such as servers and retries."""
     return {key: value for key, value in config.items() if key not in CLIENT}
 
 
 def _playable(known: str, settings: dict[str, Any], current: bool) -> dict[str, Any]:
-    """Settings without those that change nothing here; one that asks for what cannot be played is refused."""
+    """Settings without those that change nothing here; RecipeError for one that cannot be played."""
     found = {key: value for key, value in settings.items() if key not in (*IDLE, *IDLE_IN.get(known, ()))}
     for key, value in ONLY.items():
         if found.pop(key, value) != value:
@@ -179,7 +173,7 @@ def _playable(known: str, settings: dict[str, Any], current: bool) -> dict[str, 
     if walks and current:
         if found.pop("format_reward", 0.0):
             raise RecipeError(
-                "VAGEN's format_reward of navigation is paid once, at the end; here the form is paid by the turn: "
+                "VAGEN's format_reward of navigation is given once, at the end; here the format is rewarded each turn: "
                 "per_turn_format_reward."
             )
         if "per_turn_format_reward" in found:
@@ -187,7 +181,7 @@ def _playable(known: str, settings: dict[str, Any], current: bool) -> dict[str, 
     if known == "svg":
         data = found.get("dataset_name")
         if data is None:
-            found.pop("split", None)  # of pictures made from seeds there is one set only
+            found.pop("split", None)  # pictures made from seeds have no splits
         elif not isinstance(data, str) or not HUB_ID.fullmatch(data):
             raise RecipeError(f"VAGEN's dataset_name is a data set of the hub, owner/name, not {data!r:.60}.")
     if known == "sokoban" and isinstance(steps := found.get("min_solution_steps"), list | tuple) and len(steps) == 2:
@@ -208,7 +202,7 @@ def _renamed(known: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_state_reward(config: dict[str, Any]) -> dict[str, Any]:
-    """VAGEN switches the pay for descriptions on, and weighs its two parts; here it is one number, 0 where it is off."""
+    """VAGEN's reward for descriptions has a switch and two weights; here it is one number, 0 where it is off."""
     found = {key: value for key, value in config.items() if key not in STATE_REWARD}
     if config.get("use_state_reward"):
         weights = [config.get(key, 0.5) for key in STATE_REWARD[1:]]
@@ -236,7 +230,7 @@ def seeds_of(count: int, seed: Sequence[int] | int, name: str, index: int = 0, b
     if len(seed) == 2:
         return [chance.randint(low, high) for _ in range(count)]
     if (high - low + 1) * seed[2] < count:
-        raise RecipeError(f"{name}: {count} seeds from {low} to {high}, each at most {seed[2]} times, are not to be had.")
+        raise RecipeError(f"{name}: {count} seeds from {low} to {high}, each at most {seed[2]} times, do not exist.")
     if seed[2] == 1:
         return chance.sample(range(low, high + 1), count)
     seeds: list[int] = []
@@ -256,30 +250,24 @@ def migrate_environments(data: Mapping[str, Any], named: str) -> Migration:
     settings = [Setting(f"{name}.{key}", value) for name, entry in data.items() for key, value in entry.items()]
     sheet = Sheet("VAGEN's env_config.yaml", start, settings)
     sources: dict[str, list[Any]] = {"train": [], "evaluate": []}
+    offered = {one: one for one in LEGACY_DEFAULTS}
     for name, entry in data.items():
-        offered = {one: one for one in ("frozen_lake", "sokoban", "svg", "navigation", "ai2thor", "primitive_skill")}
+        problem, environment, options = "", "", dict[str, Any]()
         try:
             environment, options = environment_of(entry, offered)
         except RecipeError as error:
+            problem = str(error)
+        if not problem and environment not in offered:
+            problem = f"VAGEN's environment '{entry.get('env_name')}' is not shipped here; docs/guides/environments.md"
+        if problem:
             for key in entry:
-                sheet.nothing(sheet.settings[f"{name}.{key}"], "no place", str(error))
-            continue
-        if environment not in offered:
-            for key in entry:
-                why = f"VAGEN's environment '{entry.get('env_name')}' is not shipped here; docs/guides/environments.md"
-                sheet.nothing(sheet.settings[f"{name}.{key}"], "no place", why)
+                sheet.apply(no_place(problem), sheet.settings[f"{name}.{key}"])
             continue
         options["max_turns"] = sheet.at("rollout.max_turns", 3)
         for side, split, size in (("train", "train", "train_size"), ("evaluate", "test", "test_size")):
             if entry.get(size):
-                made = {
-                    "environment": environment,
-                    "split": split,
-                    "size": entry[size],
-                    "distinct": False,
-                    "options": options,
-                }
-                sources[side].append({"source": "environments", "options": made})
+                rows = {"environment": environment, "split": split, "size": entry[size], "distinct": False}
+                sources[side].append({"source": "environments", "options": {**rows, "options": options}})
         train, test = (f"tasks.{side}.{len(sources[side]) - 1}.options" for side in ("train", "evaluate"))
         shown = ", ".join(f"{option}: {value}" for option, value in options.items())
         became = {
@@ -289,12 +277,10 @@ def migrate_environments(data: Mapping[str, Any], named: str) -> Migration:
             "test_size": f"{test}.size={entry.get('test_size')}",
         }
         for key in entry:
-            setting = sheet.settings[f"{name}.{key}"]
-            if key in became:
-                sheet.outcomes[setting.key] = Outcome(setting, "became", became[key])
-            else:
-                sheet.nothing(setting, "unknown", "VAGEN's env_config.yaml has no such key that is known here")
-    for side, made_sources in sources.items():
-        if made_sources:
-            sheet.put(f"tasks.{side}", made_sources)
+            unknown = Answer("unknown", "VAGEN's env_config.yaml has no such key that is known here")
+            answer = Answer("became", became[key]) if key in became else unknown
+            sheet.apply(answer, sheet.settings[f"{name}.{key}"])
+    for side, found in sources.items():
+        if found:
+            sheet.put(f"tasks.{side}", found)
     return sheet.finish(named)
