@@ -1,15 +1,14 @@
-"""What clients of a reward service send, told apart by its shape, and what they expect back.
+"""The reward service (POST /get_reward, GET /health, /metrics). A request's protocol is recognised by its shape:
 
     CapRL qa         {"prompts": [[caption, [[question_block, "B"], …]], …], "query": [], "labels": []}
     CapRL vl_judge   {"score_mode": "vl_judge", "samples": [{"caption", "video_path"}]}
     OpenRLHF         {"query": [prompt + response], "prompts": [prompt], "labels": [questions, or {"video_path"}]}
     Sensorium        {"items": [{"caption", "questions" or "picture" or "video"}], "mode": "qa"}
 
-The first three answer with lists of numbers, which cannot say that an item was not judged: such a request fails as a whole
-(``error``, with 400 if only the request is at fault, else 500), and what was judged of it is cached, so that a second try
-asks for the rest only. A service that is
-told a number for what is missing puts it there instead, and counts it. Ours has null and a reason for each item, and with
-``"transcripts": true`` what was asked about each and answered (``rewards/service_transcripts.py``).
+The first three are answered with lists of numbers, which cannot express that an item was not judged: such a request fails
+as a whole (``error``, with 400 if only the request is at fault, else 500). What was judged is cached, so that a second try
+asks for the rest only. With the setting ``missing`` that number is sent instead, and counted. Our own protocol has null and
+a reason for each item, and with ``"transcripts": true`` the questions and answers about it (``remote.py``).
 """
 
 import asyncio
@@ -40,13 +39,22 @@ Protocol = Literal["sensorium", "caprl_qa", "caprl_vl_judge", "openrlhf"]
 ASSISTANT = "<|im_start|>assistant\n"
 ENDS = ("<|im_end|>", "<|endoftext|>", "</s>", "<|eot_id|>")
 MOST_ITEMS = 4096
-MOST_QUESTIONS = 1024
-"""Of one caption: each may be a call of a reader, and who asks more than this keeps all others waiting."""
+MOST_QUESTIONS = 1024  # of one caption: each may be a call of a reader, and more would keep other clients waiting
+STATUSES = {
+    400: "the body has no known form, or an item cannot be judged as it was sent; the reason is in 'error'",
+    401: "the key is missing or wrong",
+    413: "the body is too large",
+    500: "a reader or judge did not answer; the reason is in 'error'",
+    503: "the server is busy, try again after Retry-After seconds; or the client is gone",
+}
+RETRY_AFTER_S = 1.0
+KEPT_S = 3600.0
+FILE = "file://"
 
 
 @dataclass(frozen=True)
 class CaptionItem:
-    """One caption to be judged: by questions, or beside its picture or video. ``problem`` says why it cannot be."""
+    """A caption to judge by questions, or beside its picture or video. ``problem``: why it cannot be judged."""
 
     caption: str
     questions: tuple[CaptionQuestion, ...] = ()
@@ -57,7 +65,7 @@ class CaptionItem:
 
 @dataclass(frozen=True)
 class CaptionScore:
-    """What an item was judged: a value with its parts, or None and why; ``refused``: because of what was sent."""
+    """An item's value with its parts, or None and the reason; ``refused``: the request is at fault."""
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -76,73 +84,66 @@ class RewardRequest:
     transcripts: bool = False
 
 
-def request_of(body: Any, usual: Mode) -> RewardRequest:
-    """A request by its shape; Refusal if it has none of the four. ``usual`` is the mode where it names none."""
+def request_of(body: Any, default: Mode) -> RewardRequest:
+    """A request by its shape; Refusal if it has none of the four. ``default`` is the mode where it names none."""
     if not isinstance(body, Mapping):
         raise Refusal(400, "the body is an object; docs/guides/services.md has the four forms.")
-    mode = body.get("score_mode", body.get("mode")) or usual
+    mode = body.get("score_mode", body.get("mode")) or default
     if mode not in ("qa", "vl_judge"):
         raise Refusal(400, f"there is no score_mode {mode!r:.40}; there are qa and vl_judge.")
     if "items" in body:
-        told = body.get("transcripts", False)
-        if not isinstance(told, bool):
-            raise Refusal(400, f"'transcripts' is true or false, not {told!r:.40}.")
-        return RewardRequest("sensorium", mode, _items(body["items"], "items", lambda raw: _own(raw, mode)), told)
+        transcripts = body.get("transcripts", False)
+        if not isinstance(transcripts, bool):
+            raise Refusal(400, f"'transcripts' is true or false, not {transcripts!r:.40}.")
+        items = tuple(_own(raw, mode) for raw in _listed(body["items"], "items"))
+        return RewardRequest("sensorium", mode, items, transcripts)
     if "samples" in body:
-        return RewardRequest(
-            "caprl_vl_judge", "vl_judge", _items(body["samples"], "samples", lambda raw: _own(raw, "vl_judge"))
-        )
+        samples = tuple(_own(raw, "vl_judge") for raw in _listed(body["samples"], "samples"))
+        return RewardRequest("caprl_vl_judge", "vl_judge", samples)
     if not any(name in body for name in ("prompts", "query", "labels")):
         held = ", ".join(map(str, body))[:80] or "nothing"
         raise Refusal(400, f"the body has none of items, samples, prompts and query; it has {held}.")
     prompts = _listed(body.get("prompts", []), "prompts")
     if any(isinstance(prompt, Sequence) and not isinstance(prompt, str) for prompt in prompts):
-        return RewardRequest("caprl_qa", "qa", _items(prompts, "prompts", _pair))
+        return RewardRequest("caprl_qa", "qa", tuple(map(_pair, prompts)))
     query, labels = _listed(body.get("query", []), "query"), _listed(body.get("labels", []), "labels")
     if not (len(query) == len(prompts) == len(labels)):
         counts = f"{len(query)} query, {len(prompts)} prompts and {len(labels)} labels"
         raise Refusal(400, f"OpenRLHF's form has as many of each: these are {counts}.")
-    rows = list(zip(query, prompts, labels, strict=True))
+    rows = zip(query, prompts, labels, strict=True)
     return RewardRequest("openrlhf", mode, tuple(_openrlhf(*row, mode) for row in rows))
 
 
 def reply_of(request: RewardRequest, scores: Sequence[CaptionScore], format_weight: float, missing: float | None) -> Json:
-    """The scores in the request's protocol. Refusal (400 or 500) where it has no way to report a missing one."""
+    """The scores in the request's protocol. Refusal (400 or 500) where it cannot report a missing one."""
     if request.protocol == "sensorium":
-        return {"results": [_result(score, len(scores) if request.transcripts else 0) for score in scores]}
+        results = []
+        for score in scores:
+            transcript = transcript_json(score.transcript, len(scores)) if request.transcripts else {}
+            results.append({"score": score.value, "parts": dict(score.parts), "reason": score.reason, **transcript})
+        return {"results": results}
     if not scores:
         return {"rewards": []}
     lost = [(place, score) for place, score in enumerate(scores) if score.value is None]
     if lost and missing is None:
-        told = "; ".join(f"item {place}: {score.reason}" for place, score in lost[:3])
+        reasons = "; ".join(f"item {place}: {score.reason}" for place, score in lost[:3])
         status = 400 if all(score.refused for _, score in lost) else 500
-        raise Refusal(status, f"{len(lost)} of {len(scores)} items were not judged, which is no score of 0: {told}")
+        raise Refusal(status, f"{len(lost)} of {len(scores)} items were not judged, which is no score of 0: {reasons}")
     values = [missing if score.value is None else score.value for score in scores]
     if request.protocol == "caprl_vl_judge":
         return {"rewards": values, "judge_rewards": values}
-    formats = [timestamp_format(item.caption) for item in request.items] if format_weight else []
-    paid = [_sum(value, format_weight, place) for value, place in zip(values, formats, strict=True)] if formats else values
+    rewards, formats = values, {}
+    if format_weight:
+        format_rewards = [timestamp_format(item.caption) for item in request.items]
+        pairs = zip(values, format_rewards, strict=True)
+        rewards = [None if value is None else value + format_weight * reward for value, reward in pairs]
+        formats = {"format_rewards": format_rewards}
     if request.protocol == "caprl_qa":
-        return {"rewards": paid, "qa_rewards": values, **({"format_rewards": formats} if formats else {})}
+        return {"rewards": rewards, "qa_rewards": values, **formats}
     judged = [set(score.parts) for score in scores if score.value is not None]
     names = sorted(set.intersection(*judged)) if judged else []  # a part that an item does not have is no 0
     logs = {name: [missing if score.value is None else float(score.parts[name]) for score in scores] for name in names}
-    extra = {**logs, f"{request.mode}_rewards": values, **({"format_rewards": formats} if formats else {})}
-    return {"rewards": paid, "scores": values, "extra_logs": extra}
-
-
-def _result(score: CaptionScore, transcripts: int) -> Json:
-    """An item's result, with its transcript where the reply holds any."""
-    told = transcript_json(score.transcript, transcripts) if transcripts else {}
-    return {"score": score.value, "parts": dict(score.parts), "reason": score.reason, **told}
-
-
-def _sum(value: float | None, weight: float, formatted: float) -> float | None:
-    return None if value is None else value + weight * formatted
-
-
-def _items(raw: Any, name: str, read: Any) -> tuple[CaptionItem, ...]:
-    return tuple(read(one) for one in _listed(raw, name))
+    return {"rewards": rewards, "scores": values, "extra_logs": {**logs, f"{request.mode}_rewards": values, **formats}}
 
 
 def _listed(raw: Any, name: str) -> list[Any]:
@@ -157,7 +158,7 @@ def _pair(raw: Any) -> CaptionItem:
     """``[caption, [[question_block, letter], …]]``."""
     if not isinstance(raw, list) or len(raw) != 2 or not isinstance(raw[0], str) or not isinstance(raw[1], list):
         return CaptionItem("", problem=f"an entry of prompts is [caption, [[question, letter], …]], not {raw!r:.80}")
-    return _asked(raw[0], [_block(one) for one in raw[1]])
+    return _asked(raw[0], raw[1], blocks=True)
 
 
 def _own(raw: Any, mode: Mode) -> CaptionItem:
@@ -176,10 +177,10 @@ def _openrlhf(query: Any, prompt: Any, label: Any, mode: Mode) -> CaptionItem:
 
 
 def response_in(query: str, prompt: str) -> str | None:
-    """The response in a query, which is prompt and response decoded with special tokens; None if it cannot be found.
+    """The response in a query, which is prompt and response decoded with special tokens; None if it is not found.
 
-    Where the prompt's placeholders were expanded, the query does not begin with it; then the response is what follows as
-    many assistant turns as the prompt has. A response cannot add to these.
+    Where the prompt's placeholders were expanded, the query does not begin with the prompt. Then the response follows as
+    many assistant turns as the prompt has; it cannot add to these.
     """
     if query.startswith(prompt):
         found = query[len(prompt) :]
@@ -199,7 +200,7 @@ def response_in(query: str, prompt: str) -> str | None:
 
 
 def _labelled(caption: str, label: Any, mode: Mode) -> CaptionItem:
-    """A caption with what it is judged by: a list of questions, or an object with them or with a picture or video."""
+    """A caption with its label: a list of questions, or an object with them or with a picture or video."""
     if isinstance(label, str):
         try:
             label = json.loads(label)
@@ -218,58 +219,32 @@ def _labelled(caption: str, label: Any, mode: Mode) -> CaptionItem:
     questions = held.get("questions", held.get("ground_truth"))
     if not isinstance(questions, list):
         return CaptionItem(caption, problem="it has no questions")
-    return _asked(caption, [_block(one) if isinstance(one, list) else _question(one) for one in questions])
+    return _asked(caption, questions)
 
 
-def _question(raw: Any) -> CaptionQuestion | str:
-    try:
-        return question_of(raw)
-    except ValueError as error:
-        return str(error)
-
-
-def _block(raw: Any) -> CaptionQuestion | str:
-    if not isinstance(raw, list) or len(raw) != 2:
-        return f"a question is [text with its options, letter], not {raw!r:.80}"
-    try:
-        return question_of_block(*raw)
-    except ValueError as error:
-        return str(error)
-
-
-def _asked(caption: str, questions: Sequence[CaptionQuestion | str]) -> CaptionItem:
+def _asked(caption: str, questions: Sequence[Any], blocks: bool = False) -> CaptionItem:
+    """An item with questions. ``blocks``: each is [text with its options, letter]; else it may also be an object."""
     if len(questions) > MOST_QUESTIONS:
         return CaptionItem(caption, problem=f"it has {len(questions)} questions; a caption has at most {MOST_QUESTIONS}")
-    problems = [question for question in questions if isinstance(question, str)]
-    good = tuple(question for question in questions if isinstance(question, CaptionQuestion))
-    if problems or not good:
-        return CaptionItem(caption, problem=problems[0] if problems else "it has no questions")
-    return CaptionItem(caption, good)
-
-
-# POST /get_reward CapRL's and OpenRLHF's protocols and our own, by shape (``reward_protocols``) GET /health, /metrics
-# Judgements are made through the client of judges: endpoints in rotation, cached by content, each made once. Statuses:
-# 400 a body of no known form, or an item that cannot be judged as it was sent; 401 no key, 413 too large, 500 a reader
-# did not answer (``error``), 503 busy (with Retry-After).
-
-
-STATUSES = {
-    400: "the body has no known form, or an item cannot be judged as it was sent; the reason is in 'error'",
-    401: "the key is missing or wrong",
-    413: "the body is too large",
-    500: "a reader or judge did not answer; the reason is in 'error'",
-    503: "the server is busy, try again after Retry-After seconds; or the client is gone",
-}
-RETRY_AFTER_S = 1.0
-KEPT_S = 3600.0
-FILE = "file://"
+    found = []
+    for raw in questions:
+        try:
+            if not blocks and not isinstance(raw, list):
+                found.append(question_of(raw))
+            elif isinstance(raw, list) and len(raw) == 2:
+                found.append(question_of_block(*raw))
+            else:
+                raise ValueError(f"a question is [text with its options, letter], not {raw!r:.80}")
+        except ValueError as error:
+            return CaptionItem(caption, problem=str(error))
+    return CaptionItem(caption, tuple(found)) if found else CaptionItem(caption, problem="it has no questions")
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How captions are judged, and what replies hold. ``missing``: the number that stands for "not judged", if any does.
+    """How captions are judged. ``missing``: the number sent for "not judged"; None: the request fails.
 
-    ``capacity`` items are under way at most; media files may lie in ``roots`` alone.
+    At most ``capacity`` items are judged at once; media files are read from ``roots`` alone.
     """
 
     reading: Reading
@@ -281,7 +256,7 @@ class RewardSettings:
 
 
 class RewardService:
-    """Judges items, each by itself: one that cannot be judged costs no other its score."""
+    """Judges items independently: one that cannot be judged costs no other its score."""
 
     def __init__(self, settings: RewardSettings, client: JudgeClient, store: MediaStore) -> None:
         self.settings, self.client, self.store = settings, client, store
@@ -300,7 +275,9 @@ class RewardService:
         self.counters.measure("open", "captions under way", lambda: self.open)
         self.counters.measure("capacity", "captions that may be under way", lambda: self.settings.capacity)
         self.counters.measure("workers_alive", "worker processes that run", lambda: sum(w["alive"] for w in self.workers()))
-        self.counters.measure("worker_restarts", "times that a worker was started again", self._restarts)
+        self.counters.measure(
+            "worker_restarts", "times that a worker was started again", lambda: sum(w["restarts"] for w in self.workers())
+        )
 
     async def answer(self, body: Any) -> Json:
         """The reply to a request."""
@@ -320,7 +297,7 @@ class RewardService:
         return reply_of(request, scores, self.settings.format_weight, self.settings.missing)
 
     async def score(self, request: RewardRequest, item: CaptionItem) -> CaptionScore:
-        """One item's score, or why it has none."""
+        """One item's score, or the reason why it has none."""
         self.counters.add("items")
         try:
             if item.problem:
@@ -353,9 +330,6 @@ class RewardService:
             return as_judged(place.clip("video", item.video.removeprefix(FILE), "video"))
         return place.picture(item.picture.removeprefix(FILE), "picture")
 
-    def _restarts(self) -> float:
-        return sum(worker["restarts"] for worker in self.workers())
-
 
 def make_reward_app(
     service: RewardService,
@@ -364,9 +338,9 @@ def make_reward_app(
     around: Callable[[], Any] | None = None,
     hosts: Sequence[str] = (),
 ) -> FastAPI:
-    """The service. ``key`` must come with every request but /health. ``around`` runs as long as the service does.
+    """The service. Every request but /health needs ``key``. ``around`` runs as long as the service.
 
-    ``hosts`` are further names by which clients ask.
+    ``hosts`` are further host names that clients may use.
     """
 
     @asynccontextmanager
@@ -387,15 +361,9 @@ def make_reward_app(
     @app.get("/health")
     async def health() -> Json:
         workers = service.workers()
-        alive = all(worker["ready"] for worker in workers)
+        status = "ok" if all(worker["ready"] for worker in workers) else "degraded"
         mode = service.settings.mode
-        return {
-            "status": "ok" if alive else "degraded",
-            "version": __version__,
-            "mode": mode,
-            "open": service.open,
-            "workers": workers,
-        }
+        return {"status": status, "version": __version__, "mode": mode, "open": service.open, "workers": workers}
 
     @app.get("/metrics", response_class=PlainTextResponse, **declared)
     async def metrics() -> PlainTextResponse:
@@ -408,7 +376,7 @@ def make_reward_app(
         gone.cancel()
         if asked.done():
             return JSONResponse(asked.result())
-        asked.cancel()  # what is being judged is judged to its end, into the cache
+        asked.cancel()  # judgements under way go on and are cached
         service.counters.add("withdrawn")
         raise Refusal(503, "the client is gone")
 
