@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -66,6 +67,23 @@ print(*pixels.shape, any(name.partition(".")[0] == "sensorium" for name in sys.m
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=bare, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["16", "1176", "False"], done.stderr[-2000:]
+
+
+def test_the_mend_of_torchvision_itself_lets_it_be_imported() -> None:
+    """The module of this tree, in a process that reads no .pth file and so none of the copies that set-up made."""
+    code = """
+import sys
+sys.path += sys.argv[1:]
+import sensorium.models.torchvision_fix as mend
+assert mend.__file__.startswith(sys.argv[2]), mend.__file__
+import torchvision.ops
+"""
+    source = Path(__file__).parents[1] / "src"
+    packages = sysconfig.get_paths()["purelib"]
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", code, packages, str(source)]
+    done = subprocess.run(command, env=bare | {"PYTHONPATH": str(source)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_torchvision_that_does_not_load_is_mended_and_one_that_does_is_left_alone(

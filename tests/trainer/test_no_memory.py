@@ -1,5 +1,6 @@
 """Memory that does not suffice: said before the run by its forecast, and in one paragraph when it runs out."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,13 @@ from sensorium.cli.main import main
 from sensorium.learner.learner import Learner
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import dump_recipe
-from sensorium.recipe.plan import for_tasks, least_recomputation, make_plan
+from sensorium.recipe.plan import TOWER, Plan, for_tasks, least_recomputation, make_plan
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Media, Task, user
 from sensorium.vocabulary.errors import MemoryExhausted
 from tests.trainer.small import small
 from tests.trainer.test_going_on import Notes, assert_equal
+from tests.trainer.test_heard_tones import tones
 
 
 def exhaust(*_: Any, **__: Any) -> None:
@@ -105,6 +107,18 @@ def test_a_gpu_that_chooses_what_to_recompute_needs_no_memory_for_a_tower_that_s
     assert memory_note(recipe, plan).startswith("ATTENTION")
     assert memory_note(recipe, heard) == ""
     assert 0 < memory._forecast(recipe, heard, torch.device("cuda", 0)) == needed - plan.memory["vision tower"]
+
+
+def test_a_run_on_sounds_counts_no_tower_that_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan from which a run takes its notes on memory, in a family that sees and hears."""
+    plans: list[Plan] = []
+    monkeypatch.setattr("sensorium.trainer.run.memory_note", lambda recipe, plan: plans.append(plan) or "")
+    model = make_tiny("qwen2_5_omni", tmp_path / "model")
+    source = tones(tmp_path / "tones", "train", range(1))
+    train(small(tmp_path / "run", f"model.path={model}", "steps=1", f"tasks.train={json.dumps([source])}"))
+    assert plans
+    assert TOWER in make_plan(small(tmp_path / "other", f"model.path={model}")).memory
+    assert not any(TOWER in plan.memory for plan in plans)
 
 
 @pytest.mark.gpu

@@ -334,6 +334,25 @@ def test_keys_are_sent_and_written_nowhere(tmp_path: Path, monkeypatch: pytest.M
         json.dumps(Secret(KEY))
 
 
+def test_a_key_in_a_file_of_an_earlier_version_is_masked_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", KEY)
+    asked = JudgeRequest("judge", (untrusted_message("Rate {text}.", text="a cat"),), "p/1")
+    with judge_server(good) as server:
+        section = JudgesSection(endpoints={"judge": [{"base_url": server.url, "api_key_env": "THE_KEY"}]})
+        client = JudgeClient(section, folder=tmp_path)
+        client.ask_now(asked, about=("e",), term="t")
+        with sqlite3.connect(client.cache.path) as file:
+            file.execute("UPDATE answers SET text = ?", (f"your key is {KEY}",))
+        client.close()
+        again = JudgeClient(section, folder=tmp_path)
+        answer = again.ask_now(asked)
+        again.close()
+        assert len(server.asked) == 1, "the second answer came from the file"
+    assert (answer.value, answer.text) == ("your key is ***", "your key is ***")
+
+
 def test_the_reference_config_with_objects_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with judge_server(good) as server:
         azure = {"azure_endpoint": server.url.removesuffix("/v1"), "api_version": "2024-03-01", "api_key": KEY}

@@ -19,9 +19,10 @@ import uuid
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -399,15 +400,27 @@ class JudgeClient:
         return None
 
     def _read(self, request: JudgeRequest, stored: StoredAnswer, *, cached: bool) -> JudgeAnswer:
+        """The answer in its form. Keys are masked here too: a file of an earlier version may hold one."""
         try:
-            value = masked(request.form.parse(stored.text), self.transport.secrets)
+            value = masked(request.form.parse(stored.text), self._keys)
         except ValueError as error:
             raise RecordError(
                 f"the file of judgements '{self.cache.path}' holds an answer that is not in its form ({error}; prompt "
                 f"{request.prompt}, key {request.key}). Only answers in their form are kept, so it was damaged or changed: "
                 "move it away, and judgements are asked for again."
             ) from error
-        return JudgeAnswer(value, stored.text, request.model, request.key, cached)
+        text = str(masked(stored.text, self._keys))
+        return JudgeAnswer(value, text, request.model, request.key, cached)
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        """The keys of all endpoints; one that cannot be read is reported when its endpoint is asked."""
+        found = []
+        for endpoint in chain.from_iterable(self.endpoints.values()):
+            with suppress(UnknownJudge):
+                secret = endpoint.secret()
+                found += [] if secret is None else [secret.reveal()]
+        return found
 
     def _models(self, request: JudgeRequest) -> tuple[str, ...]:
         return (request.model, *self.section.fallbacks.get(request.model, ()))
