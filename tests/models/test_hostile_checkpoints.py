@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from sensorium.data.media_store import MediaStore
 from sensorium.models import template_limits
-from sensorium.models.checkpoint_check import check_checkpoint
-from sensorium.models.load import load_policy
+from sensorium.models.load import check_checkpoint, load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX, SINGLE, read_weight_file
 from sensorium.recipe.schema import ModelSection
@@ -83,7 +82,7 @@ def test_a_header_longer_than_any_is_not_read(model: Path) -> None:
     with (model / SINGLE).open("wb") as file:
         file.write((50 << 30).to_bytes(8, "little"))
         file.truncate(60 << 30)  # takes no room on the disk
-    assert "its header is said to have 53687091200 bytes" in refused(model)
+    assert "53687091200 bytes" in refused(model)
     with pytest.raises(RecipeError, match="longer than the file, or than any header"):
         read_shape(str(model))
 
@@ -172,7 +171,7 @@ def test_bytes_that_do_not_fill_a_weights_place_are_not_written(model: Path) -> 
 def test_an_index_that_names_nothing_is_refused(content: bytes, model: Path) -> None:
     (model / SINGLE).unlink()
     (model / INDEX).write_bytes(content)
-    assert "does not say which weight is in which file" in refused(model)
+    assert "is damaged" in refused(model)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -109,10 +109,10 @@ def test_an_unknown_family_is_refused_with_the_nearest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ("Gemma3Config", r"'gemma3': the tokens of one of its pictures see each other both ways.*Use Qwen2\.5-VL"),
+        ("Gemma3Config", r"'gemma3': .*pictures.*in both directions.*Use Qwen2\.5-VL"),
         ("Idefics3Config", r"can compute its language model \(llama\)\. What is missing is how its pictures become tokens"),
         ("MllamaConfig", r"'mllama'.*\(mllama_text_model\), if its layers are built as Qwen's are\."),
-        ("Gemma2Config", r"language model has layers that see a window of the text only.*would not help"),
+        ("Gemma2Config", r"language model has .*window.*would not help"),
         ("LlamaConfig", r"It is a model of text: if its layers"),
     ],
 )

@@ -53,7 +53,7 @@ def test_an_absolute_path_is_told_what_the_nearest_folder_above_it_holds(here: P
     assert f"did you mean '{here}/models/gemini-vl'?" in told
     assert "my_model" not in told
     far = said(here / "modls" / "a" / "b")
-    assert f"did you mean '{here}/models'? '{here}' is the nearest folder that is there, and it holds the folders" in far
+    assert f"did you mean '{here}/models'? '{here}' is the nearest folder that exists, and it holds the folders" in far
 
 
 def test_a_file_and_a_folder_of_checkpoints_are_told_what_to_name(here: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_file_and_a_folder_of_checkpoints_are_told_what_to_name(here: Path) ->
 
 def test_a_hub_id_that_cannot_be_had_says_where_it_was_looked_for(here: Path) -> None:
     told = said("Qwen/gemini-vl")
-    assert f"it is no folder here ('{here}'), and not to be had as a hub id" in told
+    assert f"it is no folder here ('{here}'), and cannot be fetched as a hub id" in told
     assert "HF_HUB_OFFLINE is set" in told
     assert "did you mean 'models/gemini-vl'?" in told
 

@@ -46,7 +46,7 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
     ours = is_ours(model or recipe.model.path)
     found: list[str] = []
     if not ours:
-        from sensorium.models.checkpoint_check import check_checkpoint
+        from sensorium.models.load import check_checkpoint
 
         found = check_checkpoint(recipe.model, model)
     seen: list[Task] = []

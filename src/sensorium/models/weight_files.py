@@ -1,11 +1,10 @@
-"""The weight files of a checkpoint by their headers: what they hold, and whether they are all there and whole.
+"""The weight files of a checkpoint by their headers: what they hold, whether they are complete, and whether they fit.
 
-A safetensors file is eight bytes (the length of the header), the header (JSON: of each tensor its dtype, shape and place)
-and the tensors' bytes without gaps, so that headers alone tell of a file cut short.
+A safetensors file is eight bytes (the length of the header), the header (JSON: dtype, shape and offsets of each tensor)
+and the tensors' bytes without gaps, so the header alone shows that a file was cut short.
 """
 
 import json
-import math
 import os
 import re
 import sys
@@ -28,8 +27,13 @@ from sensorium.vocabulary.errors import ModelError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LENGTH = 8
-WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "BOOL": 1}
-"""Bytes of a number, by the header's word for it."""
+STORED = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
+GIB = 1 << 30
+LONG_LOAD = 4 * GIB  # loads of at least so many bytes are announced
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,14 @@ class StoredTensor:
     size: int
 
     def refuse_other_size(self, size: int) -> None:
-        """Refuse bytes that do not fill its place: the weights behind it would be overwritten or shifted."""
+        """Refuse bytes of another length: they would overwrite or shift the weights after this one."""
         if size != self.size:
-            raise ModelError(f"{self.name} has {size} bytes, and its place in the weight file has {self.size}.")
+            raise ModelError(f"{self.name} has {size} bytes, and the weight file has {self.size} bytes for it.")
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A weight file: ``header`` as it stands in it, its length before it, and the tensors in the order of their bytes."""
+    """A weight file: its first bytes up to the end of the header, and the tensors in the order of their bytes."""
 
     path: Path
     header: bytes
@@ -72,7 +76,7 @@ class WeightFile:
                 file.write(data)
 
     def overwrite(self, tensor: StoredTensor, data: bytes | memoryview) -> None:
-        """Put other bytes in the place of a tensor's."""
+        """Replace the bytes of a tensor."""
         tensor.refuse_other_size(len(data))
         with self.path.open("r+b") as file:
             file.seek(tensor.start)
@@ -80,30 +84,29 @@ class WeightFile:
 
 
 def weight_files(folder: Path) -> list[WeightFile]:
-    """The weight files that transformers would load of a folder; a missing or damaged one is refused by name."""
+    """The weight files that transformers would load from a folder; a missing or damaged one is refused by name."""
     single, index = folder / SINGLE, folder / INDEX
-    if single.is_file() or not index.is_file():
-        if not single.is_file():
-            if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
-                raise ModelError(
-                    f"'{folder}' has {len(shards)} shards ({shards[0]}, …) and lacks '{INDEX}', which says which weight is "
-                    "in which of them. Copy or download it again."
-                )
-            raise ModelError(
-                f"'{folder}' has no weights as safetensors ({SINGLE}, or shards with {INDEX}), and no other kind is read "
-                "(pickles can run code). Save it as safetensors."
-            )
+    if single.is_file():
         return [read_weight_file(single)]
+    if not index.is_file():
+        if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
+            raise ModelError(
+                f"'{folder}' has {len(shards)} shards ({shards[0]}, …) and lacks '{INDEX}', which lists the weights of "
+                "each. Copy or download it again."
+            )
+        raise ModelError(
+            f"'{folder}' has no weights as safetensors ({SINGLE}, or shards with {INDEX}), and no other kind is read "
+            "(pickles can run code). Save it as safetensors."
+        )
     try:
-        shards = sorted(set(json.loads(_readable(index))["weight_map"].values()))
+        shards = sorted(set(json.loads(_read(index))["weight_map"].values()))
         if not shards or not all(isinstance(shard, str) for shard in shards):
-            raise TypeError("no names of files")
+            raise TypeError("no file names")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"'{index}' is damaged: it does not say which weight is in which file. Copy it again.") from error
-    if strange := [shard for shard in shards if Path(shard).name != shard]:
-        raise ModelError(f"'{index}' is damaged: it names '{strange[0]}', which is no file of its folder. Copy it again.")
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
+        raise ModelError(f"'{index}' is damaged: it does not name the file of each weight. Copy it again.") from error
+    if outside := [shard for shard in shards if Path(shard).name != shard]:
+        raise ModelError(f"'{index}' is damaged: it names '{outside[0]}', which is no file of its folder. Copy it again.")
+    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
         raise ModelError(
             f"'{folder}' lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}"
             f"{', …' if len(missing) > 3 else ''}. Copy or download them again."
@@ -111,48 +114,54 @@ def weight_files(folder: Path) -> list[WeightFile]:
     return [read_weight_file(folder / shard) for shard in shards]
 
 
-def read_weight_file(path: Path) -> WeightFile:
-    """A weight file's header; one that is cut short or damaged is refused."""
-    size = path.stat().st_size
-    start = _readable(path, LENGTH)
-    length = int.from_bytes(start, "little")
-    if len(start) < LENGTH or length > size - LENGTH:
-        raise _damaged(path, "its header is not whole")
-    if length > LONGEST_HEADER:
-        raise _damaged(path, f"its header is said to have {length} bytes, and none has more than {LONGEST_HEADER}")
-    header = _readable(path, LENGTH + length)[LENGTH:]
-    begin = LENGTH + length
+def whole_weights(path: str, folder: Path) -> list[WeightFile]:
+    """``weight_files`` of a model path, whose errors name the path."""
     try:
-        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        tensors = [
-            StoredTensor(name, entry["dtype"], tuple(entry["shape"]), begin + first, last - first)
-            for name, entry in entries.items()
-            for first, last in [entry["data_offsets"]]
-            if _plain(entry["dtype"], [*entry["shape"], first, last])
-        ]
+        return weight_files(folder)
+    except ModelError as error:
+        raise ModelError(f"model.path '{path}': {error}") from error
+
+
+def read_weight_file(path: Path) -> WeightFile:
+    """A weight file's header; a file that is cut short or damaged is refused."""
+
+    def damaged(reason: str) -> ModelError:
+        return ModelError(f"the weight file '{path}' is cut short or damaged: {reason}. Copy or download it again.")
+
+    size = path.stat().st_size
+    start = _read(path, LENGTH)
+    length = int.from_bytes(start, "little")
+    begin = end = LENGTH + length
+    if len(start) < LENGTH or begin > size:
+        raise damaged("its header is incomplete")
+    if length > LONGEST_HEADER:
+        raise damaged(f"it gives its header {length} bytes, and no header has more than {LONGEST_HEADER}")
+    header = _read(path, begin)
+    tensors = []
+    try:
+        for name, entry in json.loads(header[LENGTH:]).items():
+            if name == "__metadata__":
+                continue
+            dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if not isinstance(dtype, str) or not all(
+                type(number) is int and number >= 0 for number in (*shape, first, last)
+            ):
+                raise TypeError("dtypes are text, sizes and offsets whole numbers")
+            tensors.append(StoredTensor(name, dtype, shape, begin + first, last - first))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, "its header cannot be read") from error
+        raise damaged("its header cannot be read") from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.size))
-    end = begin
     for tensor in tensors:
-        width = WIDTHS.get(tensor.dtype)
-        if tensor.start != end or (width is not None and tensor.size != prod(tensor.shape) * width):
-            raise _damaged(path, f"its header gives {tensor.name} a place that does not fit it")
+        fits = tensor.dtype not in STORED or tensor.size == prod(tensor.shape) * STORED[tensor.dtype].itemsize
+        if tensor.start != end or not fits:
+            raise damaged(f"its header gives {tensor.name} an offset or a size that does not fit")
         end += tensor.size
     if end != size:
-        raise _damaged(path, f"it has {size} bytes instead of {end}")
-    return WeightFile(path, start + header, tuple(tensors))
+        raise damaged(f"it has {size} bytes instead of {end}")
+    return WeightFile(path, header, tuple(tensors))
 
 
-def _plain(dtype: object, numbers: list[object]) -> bool:
-    """True; a dtype that is no text, or a size or place that is no whole number from 0 on, is a ``TypeError``."""
-    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError("no text, or no whole number")
-    return True
-
-
-def _readable(path: Path, most: int = -1) -> bytes:
-    """The first bytes of a file, or all of them; one that cannot be read is refused with the system's word for why."""
+def _read(path: Path, most: int = -1) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(most)
@@ -160,14 +169,10 @@ def _readable(path: Path, most: int = -1) -> bytes:
         raise ModelError(f"cannot read '{path}': {error.strerror}.") from error
 
 
-def _damaged(path: Path, reason: str) -> ModelError:
-    return ModelError(f"the weight file '{path}' is cut short or damaged: {reason}. Copy or download it again.")
-
-
 @contextmanager
 def saving_weights(folder: Path) -> Iterator[None]:
-    """Weights are saved into ``folder`` inside: safetensors' words for a full disk become the system's error, and whoever
-    may read the config beside them may read them (safetensors writes for the owner alone)."""
+    """Inside, weights are saved into ``folder``. A full disk is an OSError, as elsewhere, and weights are as readable
+    as the config beside them (safetensors writes for the owner alone)."""
     try:
         yield
     except SafetensorError as error:
@@ -181,42 +186,36 @@ def saving_weights(folder: Path) -> Iterator[None]:
 
 
 def common_name(name: str) -> str:
-    """A weight's name without the prefixes that the versions of a layout put before it."""
+    """A weight's name without the prefixes that differ between versions of a layout."""
     return re.sub(r"^(thinker\.)?((language_)?model\.)*", "", name).replace("vision_tower.vision_model.", "vision_tower.")
-
-
-GIB = 1 << 30
-LONG_LOAD = 4 * GIB
-"""Bytes from which on a load is announced: it takes longer than one waits without a word."""
-
-
-def whole_weights(path: str, folder: Path) -> list[WeightFile]:
-    """The weight files of a checkpoint by their headers; refused if one is missing or not whole."""
-    try:
-        return weight_files(folder)
-    except ModelError as error:
-        raise ModelError(f"model.path '{path}': {error}") from error
 
 
 def check_memory(
     path: str, files: Sequence[WeightFile], dtype: torch.dtype, device: torch.device, unused: Sequence[str] = ()
 ) -> int:
-    """Refuse weights that do not fit into memory, by headers alone; returns their bytes there."""
-    needed = bytes_of([t for file in files for t in file.tensors if not is_unloaded(t.name, unused)], dtype)
-    if device.type == "cuda":
-        _refuse_too_large(path, needed, torch.cuda.mem_get_info(device)[0], f"memory of {device}", dtype)
-    elif (free := free_memory()) is not None:
-        _refuse_too_large(path, needed, free, "memory of this machine", dtype)
+    """Refuse weights that do not fit into memory, by headers alone; returns their bytes in memory."""
+    numbers = sum(prod(tensor.shape) for file in files for tensor in file.tensors if not is_unloaded(tensor.name, unused))
+    needed = numbers * dtype.itemsize
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory()
+    if free is not None and needed > free:
+        half = ", model.dtype: bfloat16 (half as much)" if dtype == torch.float32 else ""
+        raise ModelError(
+            f"model.path '{path}': its weights take {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}, and "
+            f"{free / GIB:.2f} GiB are free in the memory of {device if on_gpu else 'this machine'}; training takes more "
+            f"than the weights. Use a smaller checkpoint{half}, or a larger machine."
+        )
     return needed
 
 
 def refuse_unfit(path: str, report: Mapping[str, Any], files: Sequence[WeightFile], unused: Sequence[str]) -> None:
-    """Refuse weights that are not those of the config, by the report of a load: other shapes, too few, too many."""
+    """Refuse weights that do not match the config, by transformers' loading report: other shapes, too few, too many."""
     if report["mismatched_keys"]:
-        name, there, wanted = sorted(report["mismatched_keys"])[0]
+        name, stored_shape, wanted = sorted(report["mismatched_keys"])[0]
         raise ModelError(
             f"model.path '{path}': weights and config.json disagree on {len(report['mismatched_keys'])} shapes: {name} is "
-            f"{list(there)} in the weights and {list(wanted)} by the config. Use the config that belongs to the weights."
+            f"{list(stored_shape)} in the weights and {list(wanted)} by the config. Use the config that belongs to the "
+            "weights."
         )
     if missing := report["missing_keys"]:
         raise ModelError(
@@ -224,25 +223,29 @@ def refuse_unfit(path: str, report: Mapping[str, Any], files: Sequence[WeightFil
             f"{told_by_part(missing)}. Use the config that belongs to the weights, or download the checkpoint again."
         )
     stored = {common_name(tensor.name): tensor.name for file in files for tensor in file.tensors}
-    strange = {stored.get(common_name(key), key) for key in report["unexpected_keys"]}  # by their names in the files
-    kinds = {_kind(name) for name in stored.values() if name not in strange}
-    if layers := [name for name in strange if _kind(name) in kinds]:
+    unexpected = {stored.get(common_name(key), key) for key in report["unexpected_keys"]}  # by their names in the files
+
+    def kind(name: str) -> str:
+        return re.sub(r"\b\d+\b", "N", common_name(name))  # without the numbers of layers and experts
+
+    kinds = {kind(name) for name in stored.values() if name not in unexpected}
+    if layers := [name for name in unexpected if kind(name) in kinds]:
         raise ModelError(
             f"model.path '{path}': {len(layers)} weights of the checkpoint have no place in the model that its config.json "
             f"describes, which has fewer layers or experts of the same kind: {told_by_part(layers)}. Use the config that "
             "belongs to the weights."
         )
-    if others := [name for name in strange if not is_unloaded(name, unused)]:
+    if others := [name for name in unexpected if not is_unloaded(name, unused)]:
         raise ModelError(
             f"model.path '{path}': {len(others)} weights of the checkpoint have no place in the model that its config.json "
             f"describes: {told_by_part(others)}. Use the config that belongs to the weights. If they are no part of the "
-            f"model, name them by their first letters: model.unused_weights: ['{part_of(min(others))}.'] (in Python "
-            "unused_weights=…, to serve --unused-weights). They are then left out, and an export carries them along."
+            f"model, name their prefixes: model.unused_weights: ['{part_of(min(others))}.'] (in Python unused_weights=…, "
+            "to serve --unused-weights). They are then not loaded, and an export carries them along."
         )
 
 
 def refuse_not_finite(path: str, model: torch.nn.Module) -> None:
-    """Refuse weights with NaN or infinity in them: nothing that such a model computes means anything."""
+    """Refuse weights with NaN or infinity in them."""
     broken = [
         name
         for name, weight in model.named_parameters()
@@ -256,63 +259,34 @@ def refuse_not_finite(path: str, model: torch.nn.Module) -> None:
         )
 
 
-def _kind(name: str) -> str:
-    """A weight's name without the numbers of layers and experts."""
-    return re.sub(r"\b\d+\b", "N", common_name(name))
-
-
 @contextmanager
-def announced(size: int, place: str) -> Iterator[None]:
-    """Say that a long load begins, with a progress bar at a terminal; nothing of a short one."""
+def announced(size: int, folder: str) -> Iterator[None]:
+    """Print that a long load begins, with a progress bar at a terminal; a short one prints nothing."""
     from transformers.utils import logging
 
-    if size < LONG_LOAD:
-        with quiet():
-            yield
-        return
-    print(f"loading {size / GIB:.1f} GiB of weights from {place} …", file=sys.stderr, flush=True)
-    with quiet():  # puts back afterwards what is set here
-        if sys.stderr.isatty():
-            logging.enable_progress_bar()
+    with quiet():  # restores what is set here
+        if size >= LONG_LOAD:
+            print(f"loading {size / GIB:.1f} GiB of weights from {folder} …", file=sys.stderr, flush=True)
+            if sys.stderr.isatty():
+                logging.enable_progress_bar()
         yield
 
 
-def bytes_of(tensors: list[StoredTensor], dtype: torch.dtype) -> int:
-    """What tensors take in memory as ``dtype``."""
-    return sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
-
-
 def free_memory() -> int | None:
-    """Bytes that a process may still take, swap included, within the limit of its container; None if nobody says."""
-    found = _meminfo(Path("/proc/meminfo"))
-    bounds = [found["MemAvailable"] + found.get("SwapFree", 0)] if "MemAvailable" in found else []
-    bounds += _container_room(Path("/sys/fs/cgroup"))
+    """Bytes that a process may still take, swap included, within the limit of its container; None if unknown."""
+    bounds = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+        bounds.append(found["MemAvailable"] + found.get("SwapFree", 0))
+    except (OSError, KeyError):
+        pass
+    container = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((container / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (container / "memory.stat").read_text().splitlines())
+        cached = int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))
+        bounds.append(limit - used + cached)
+    except (OSError, ValueError):  # no cgroups of version 2, or no limit ('max')
+        pass
     return min(bounds, default=None)
-
-
-def _meminfo(file: Path) -> dict[str, int]:
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return {}
-    return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
-
-
-def _container_room(folder: Path) -> list[int]:
-    """What the limit of a container leaves, files that are only cached not counted; empty where there is no limit."""
-    try:
-        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return [limit - used + int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))]
-    except (OSError, ValueError):  # no cgroups of version 2, or 'max'
-        return []
-
-
-def _refuse_too_large(path: str, needed: int, free: int, place: str, dtype: torch.dtype) -> None:
-    if needed > free:
-        half = ", model.dtype: bfloat16 (half as much)" if dtype == torch.float32 else ""
-        raise ModelError(
-            f"model.path '{path}': its weights take {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}, and "
-            f"{free / GIB:.2f} GiB are free in the {place}; training takes more than the weights. Use a smaller "
-            f"checkpoint{half}, or a larger machine."
-        )
