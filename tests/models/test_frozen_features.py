@@ -103,7 +103,7 @@ def test_the_cache_is_bounded_and_counts_what_leaves(policy: Policy) -> None:
     policy.encode(pictures[:2])
     policy.encode([pictures[0]])  # pictures[1] was used longest ago
     policy.encode([pictures[2]])
-    assert policy.counters.tower_evictions == 1
+    assert policy._encoder.cache.evictions == 1
     assert policy._encoder.cache.held == 2 * size
     before = looks(policy)
     policy.encode([pictures[0], pictures[2], pictures[1]])
@@ -112,7 +112,7 @@ def test_the_cache_is_bounded_and_counts_what_leaves(policy: Policy) -> None:
 
 def test_room_for_nothing_keeps_nothing() -> None:
     store = FrozenFeatures(10)
-    store.add("weights", noise(MediaStore(), 1), Features(torch.zeros(4, 4)))
+    store.put(("weights", noise(MediaStore(), 1)), Features(torch.zeros(4, 4)))
     assert (store.held, store.evictions) == (0, 1)
 
 

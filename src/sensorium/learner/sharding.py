@@ -241,18 +241,16 @@ class ShardedEncoder(Encoder):
         group = self._team.tokens
         if group is None:
             return super()._recall(tower, version, media)
-        cached = [self.cache.get(version, item) for item in media]
+        cached = [self.cache.get((version, item)) for item in media]
         missing = group.any([found is None for found in cached])
         features = {item: found for item, found, gone in zip(media, cached, missing, strict=True) if found and not gone}
         self.counters.tower_hits += len(features)
-        before = self.cache.evictions
         if new := [item for item, gone in zip(media, missing, strict=True) if gone]:
             with torch.inference_mode(False), torch.no_grad():
                 # On a CPU one at a time, as in one process: what is cached must not depend on its company.
                 features |= self._look_together(group, tower, new, apart=self._device.type == "cpu")
         for item in new:
-            self.cache.add(version, item, features[item])
-        self.counters.tower_evictions += self.cache.evictions - before
+            self.cache.put((version, item), features[item])
         return features
 
     def _look_together(

@@ -1,4 +1,11 @@
-"""What a run's media cost: decodings, hits and evictions of caches, and items encoded by towers."""
+"""Media through the towers of a model. Features of frozen towers are cached under the version of their weights.
+
+The version changes as soon as a weight is written to, so cached features can be dropped but never be wrong. A frozen tower
+whose weights are written to between the second and the third call::
+
+    tower.current_version()          v1     v1    v2
+    cache.get((version, picture))    miss   hit   miss: computed again; the features under v1 are dropped
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -7,63 +14,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensorium.data.decoder import DecodeCounters
 from sensorium.data.lru import LRU
 from sensorium.kernels.matched_ops import MatchedOps
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import Family, Tower
 from sensorium.models.matched import TowerCompany
-from sensorium.models.prepared_media import PreparedMedia
 from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media
 
-# Features are cached under the version of the weights that computed them. The version changes as soon as a weight is
-# written to, so cached features can be dropped but never be wrong. A copy of a model starts with the version of its
-# original. Example. A frozen tower, its weights written to between the second and the third call: version =
-# tower.current_version() v1 v1 v2 cache.get(version, picture) miss hit miss: computed anew, and the features under v1
-# are dropped
+# Patches of one pass, unless a single medium has more. On a GPU, a block of Qwen2.5-VL's tower holds 6 GiB for this many. A
+# CPU gains nothing from large passes, and 16,384 patches are 100 MB before the tower has started.
+PASS_PATCHES = {"cuda": 1 << 17, "cpu": 1 << 14}
+GIB = 1 << 30
 
 
-class FrozenFeatures:
-    """Features by version of the weights and medium; the least recently used go first. Copies of a model share it."""
+class FrozenFeatures(LRU[tuple[object, Media], Features]):
+    """Features by version of the weights and medium, within a bound of bytes. Copies of a model share it."""
 
     def __init__(self, capacity: int) -> None:
-        self._features: LRU[tuple[object, Media], Features] = LRU(capacity, lambda features: features.nbytes)
+        super().__init__(capacity, lambda features: features.nbytes)
 
-    @property
-    def hits(self) -> int:
-        """How often features were found."""
-        return self._features.hits
-
-    @property
-    def evictions(self) -> int:
-        """How many were dropped because the bound was reached."""
-        return self._features.evictions
-
-    @property
-    def held(self) -> int:
-        """Bytes of all cached features."""
-        return self._features.held
-
-    def get(self, version: object, media: Media) -> Features | None:
-        """Features of a medium under a version of the weights, if they are cached."""
-        return self._features.get((version, media))
-
-    def add(self, version: object, media: Media, features: Features) -> None:
-        """Cache the features of a medium under a version of the weights."""
-        # A copy of each: a view would keep the features of a whole batch alive.
-        copies = Features(features.embeds_NH.clone(), tuple(level.clone() for level in features.deepstack_NH))
-        self._features.put((version, media), copies)
+    def put(self, key: tuple[object, Media], value: Features) -> None:
+        """Cache a copy: a view would keep the features of a whole batch alive."""
+        super().put(key, Features(value.embeds_NH.clone(), tuple(level.clone() for level in value.deepstack_NH)))
 
     def forget(self, version: object) -> None:
         """Drop features computed with weights that have since changed."""
-        for key, _ in self._features.items():
+        for key, _ in self.items():
             if key[0] is version:
-                self._features.pop(key)
+                self.pop(key)
 
 
 class WeightsVersion:
-    """Tells whether a module's weights changed: the version is the same object as long as they did not."""
+    """The version of a module's weights: the same object as long as none of them changed."""
 
     def __init__(self, module: nn.Module, version: object = None) -> None:
         self._module = module
@@ -72,11 +55,11 @@ class WeightsVersion:
 
     @property
     def learning(self) -> bool:
-        """Whether any weight is trained. Not remembered: freezing and adapters come later than the model."""
+        """Whether any weight is trained. Not cached: freezing and adapters come later than the model."""
         return any(parameter.requires_grad for parameter in self._module.parameters())
 
     def current_version(self) -> object:
-        """The version now: a new one if a weight was written to. Weights asked for gradients count as written to."""
+        """The version now; a new one if a weight was written to. Weights that learn count as written to in grad mode."""
         state = self._fingerprint()
         if state != self._state or (torch.is_grad_enabled() and self.learning):
             self._state, self._version = state, object()
@@ -97,30 +80,20 @@ def spare_bytes(device: torch.device) -> int:
     return 1 << 30
 
 
-# Of one pass at most, unless a single medium has more. A block of Qwen2.5-VL's tower holds 6 GiB of so many at a time on a
-# GPU. A CPU gains nothing from large passes, and 16,384 patches are 100 MB before the tower has looked at them.
-PASS_PATCHES = {"cuda": 1 << 17, "cpu": 1 << 14}
-
-
 @dataclass
 class Counters:
-    """The work of the towers: passes, items encoded, their patches, media preprocessed.
-
-    A hit is an item whose features were cached; an eviction an item whose features were dropped to stay within the bound.
-    """
+    """The work of the towers: passes, items encoded, items whose features were cached, and patches encoded."""
 
     tower_passes: int = 0
     tower_items: int = 0
     tower_hits: int = 0
-    tower_evictions: int = 0
     patches: int = 0
-    preprocessed: int = 0
 
 
 class Encoder:
-    """The towers of a model. A frozen tower computes each medium once, as long as ``cache`` holds its features.
+    """The towers of a model. A frozen tower encodes each medium once, as long as ``cache`` holds its features.
 
-    ``matched``: a medium's features do not depend on what is encoded beside it, to the last bit.
+    ``matched``: a medium's features do not depend on what is encoded in the same pass, to the last bit.
     """
 
     def __init__(
@@ -141,17 +114,18 @@ class Encoder:
         features: dict[Media, Features] = {}
         for tower in self._weights:
             items = [item for item in distinct if self._adapter.towers[item.kind] is tower]
-            if items:
-                version = self._frozen_version(tower)
-                if version is not None:
-                    features |= self._recall(tower, version, items)
-                else:
-                    for several in self._passes(tower, items):
-                        features |= self._look(tower, several)
+            if not items:
+                continue
+            version = self._frozen_version(tower)
+            if version is not None:
+                features |= self._recall(tower, version, items)
+            else:
+                for several in self._passes(tower, items):
+                    features |= self._look(tower, several)
         return {item: features[item] for item in distinct}
 
     def copied(self, adapter: Family) -> "Encoder":
-        """The towers of a copied model. Its weights are the same until one is written to; cached features are shared."""
+        """The towers of a copied model. They start with the same versions and share the cache."""
         copy = Encoder(adapter, self._chat, self._device, self._matched)
         copy.cache = self.cache
         pairs = zip(copy._weights, self._weights.values(), strict=True)
@@ -172,21 +146,19 @@ class Encoder:
 
     def _recall(self, tower: Tower, version: object, media: Sequence[Media]) -> dict[Media, Features]:
         """Features from a frozen tower, computed where they are not cached."""
-        cached = {item: self.cache.get(version, item) for item in media}
+        cached = {item: self.cache.get((version, item)) for item in media}
         features = {item: found for item, found in cached.items() if found is not None}
         self.counters.tower_hits += len(features)
-        before = self.cache.evictions
         missing = [item for item in media if item not in features]
-        # On a CPU one at a time: in a batch the last bits may differ. The cache would depend on the past, and a resumed
-        # run would not repeat the uninterrupted one.
+        # On a CPU one at a time: in a batch the last bits may differ, so cached features would depend on earlier batches,
+        # and a resumed run would not repeat the uninterrupted one.
         passes = [[item] for item in missing] if self._device.type == "cpu" else self._passes(tower, missing)
         self._chat.prepared.get(missing)
         with torch.inference_mode(False), torch.no_grad():  # cached features must also serve training
             for several in passes:
                 for item, made in self._look(tower, several).items():
                     features[item] = made
-                    self.cache.add(version, item, made)
-        self.counters.tower_evictions += self.cache.evictions - before
+                    self.cache.put((version, item), made)
         return features
 
     def _passes(self, tower: Tower, media: Sequence[Media]) -> Sequence[Sequence[Media]]:
@@ -206,7 +178,6 @@ class Encoder:
         return passes if together else [[item] for item in media]
 
     def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:
-        """One pass of a tower."""
         if not media:
             return {}
         prepared = self._chat.prepared.get(media)
@@ -222,16 +193,13 @@ class Encoder:
         return dict(zip(media, features, strict=True))
 
 
-GIB = 1 << 30
-
-
 @dataclass(frozen=True)
 class MediaCounts:
-    """Counts since a policy was loaded, those of the copies that share its media included.
+    """Counts since a policy was loaded, those of copies that share its media included.
 
-    ``decoded`` pictures, videos and sounds; ``hits`` found decoded on disk, ``damaged`` there and
-    decoded anew; ``memory_hits`` answered from memory, decoded or preprocessed. ``tower_items`` went through a tower,
-    ``tower_hits`` did not have to, because it is frozen.
+    ``decoded`` pictures, videos and sounds; ``hits`` found decoded on disk, ``damaged`` found there and decoded again;
+    ``memory_hits`` answered from memory, decoded or preprocessed. ``tower_items`` were encoded by a tower, ``tower_hits``
+    found in the cache of a frozen one.
     """
 
     decoded: int
@@ -248,31 +216,13 @@ class MediaCounts:
     memory_bytes: int
 
     def since(self, before: "MediaCounts") -> dict[str, float]:
-        """What happened since, by name."""
+        """The increase of each count."""
         return {name: getattr(self, name) - getattr(before, name) for name in COUNTS}
 
     @property
     def sizes(self) -> dict[str, float]:
-        """What is kept now: decoded on disk, and in memory."""
+        """GiB cached now: decoded on disk, and in memory."""
         return {"cache_gib": self.cache_bytes / GIB, "memory_gib": self.memory_bytes / GIB}
 
 
 COUNTS = tuple(field.name for field in fields(MediaCounts) if not field.name.endswith("_bytes"))
-
-
-def count_media(decoding: DecodeCounters, media: PreparedMedia, encoder: Encoder) -> MediaCounts:
-    """The counts of one policy's decoder, prepared media and towers."""
-    return MediaCounts(
-        decoded=decoding.decoded,
-        preprocessed=media.preprocessed,
-        hits=decoding.disk_hits,
-        memory_hits=decoding.memory_hits + decoding.shared + media.hits,
-        evictions=decoding.disk_evictions,
-        memory_evictions=decoding.memory_evictions + media.evictions,
-        damaged=decoding.disk_damaged,
-        tower_items=encoder.counters.tower_items,
-        tower_hits=encoder.cache.hits,
-        tower_evictions=encoder.cache.evictions,
-        cache_bytes=decoding.disk_bytes,
-        memory_bytes=decoding.memory_bytes + media.held,
-    )

@@ -1,4 +1,8 @@
-"""A loaded model in parts: towers, language model and head as separate calls, and beside them its chat processor."""
+"""A loaded model in parts: towers, language model and head as separate calls, and its chat processor.
+
+The parts are stock transformers modules. The loop over the decoder layers is here rather than in the library, so that the
+caller decides on attention, deepstack features and recomputation.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,7 +20,7 @@ from sensorium.kernels import layer_ops
 from sensorium.kernels.matched_ops import matched_linear, matched_ops
 from sensorium.models.attention import Attention
 from sensorium.models.chat_processor import ChatProcessor
-from sensorium.models.encoding import Counters, Encoder, MediaCounts, count_media
+from sensorium.models.encoding import Counters, Encoder, MediaCounts
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
 from sensorium.models.lora import FOLDER, Adapters
@@ -29,44 +33,12 @@ from sensorium.recipe.activations import TowerRoom
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
-
-def routers_of(language_model: Any) -> list[nn.Module]:
-    """The router of each layer that has experts, in order."""
-    blocks = [layer.mlp for layer in language_model.layers]
-    return [block.gate for block in blocks if hasattr(block, "gate") and hasattr(block, "experts")]
-
-
-@contextmanager
-def watched(routers: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collects the logits [T, E] of routers in the order they run: of one forward inside, a tensor per layer with experts.
-
-    The stock block computes them and keeps them to itself, so they are read by hooks, which are there only inside. A layer
-    that is recomputed in a backward pass outside is not read twice.
-    """
-    seen: list[Tensor] = []
-
-    def note(router: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        seen.append(output[0])
-
-    hooks = [router.register_forward_hook(note) for router in routers]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-# The parts are stock transformers modules. The loop over the decoder layers is written here rather than taken from the
-# library, so that attention, deepstack features and recomputation are the caller's, without hooks or masks on the side.
-
-
 Precision = Literal["fast", "matched"]
-SHARD_BYTES = 2 << 30
-"""Bytes of weights in one file of a checkpoint. Weights of a GPU are in this machine's memory one file at a time."""
+SHARD_BYTES = 2 << 30  # of one weight file; a GPU's weights are in CPU memory one file at a time
 
 
 class Sharding(Protocol):
-    """How a model's weights are spread over processes (``learner/sharded``). ``device`` is where they are computed with."""
+    """A model's weights spread over processes (``learner/sharding.py``), computed with on ``device``."""
 
     @property
     def device(self) -> torch.device: ...
@@ -76,16 +48,16 @@ class Sharding(Protocol):
         ...
 
     def rest(self) -> None:
-        """Give up gathered weights: whoever writes to this process' own part must be seen."""
+        """Release gathered weights, so that writes to this process' own part take effect."""
         ...
 
 
 class Policy:
-    """A model that is sampled from and trained. ``version`` counts the updates it has had.
+    """A model that is sampled from and trained. ``version`` counts its updates.
 
-    ``chat`` is the half of it that needs no weights: what turns messages and media into tokens and positions. ``adapters``
-    are low-rank ones inside the model; where there are any, nothing else is trained. ``precision``: with ``matched``, what
-    a token gives depends on its own context alone, to the last bit (``models/matched_ops.py``).
+    ``chat`` is the half that needs no weights: messages and media to tokens and positions. ``adapters`` are low-rank ones
+    inside the model; where there are any, nothing else is trained. With ``precision`` ``matched``, what a token gives
+    depends on its own context alone, to the last bit (``models/matched.py``).
     """
 
     def __init__(
@@ -107,20 +79,19 @@ class Policy:
         assert self.vocab_size == chat.vocab_size, "the head has a row for every token of the config's vocabulary"
         self.sharding: Sharding | None = None
         self.matched = matched_ops(self.device) if precision == "matched" else None
-        """The operations of the layers and the head where ``precision`` is ``matched``."""
         self._encoder = Encoder(adapter, chat, self.device, self.matched)
         self._recompute: Recomputation = False
         self.tower_room: TowerRoom | None = None
-        self._fused: LayerStack | None = None
-        if self.matched is not None:
-            self._fused = matched_layers(adapter.language_model, self.matched)
+        self._fused = None if self.matched is None else matched_layers(adapter.language_model, self.matched)
         self.groups()  # refuses a parameter that belongs to none
-        _refuse_sliding_window(adapter.language_model.config)
+        if "sliding_attention" in (getattr(adapter.language_model.config, "layer_types", None) or ()):
+            raise ModelError(
+                "this checkpoint uses sliding-window attention, which is not supported; use one with full attention."
+            )
 
     @property
     def counters(self) -> Counters:
-        """What the towers did so far."""
-        self._encoder.counters.preprocessed = self.chat.prepared.preprocessed
+        """The work of the towers so far."""
         return self._encoder.counters
 
     @counters.setter
@@ -129,8 +100,22 @@ class Policy:
 
     @property
     def media_counts(self) -> MediaCounts:
-        """What media cost so far, of this policy and those that share its media."""
-        return count_media(self.chat.decoder.counters, self.chat.prepared, self._encoder)
+        """Decodings, cache hits and encodings so far, of this policy and those that share its media."""
+        decoding, media, encoder = self.chat.decoder.counters, self.chat.prepared, self._encoder
+        return MediaCounts(
+            decoded=decoding.decoded,
+            preprocessed=media.preprocessed,
+            hits=decoding.disk_hits,
+            memory_hits=decoding.memory_hits + decoding.shared + media.hits,
+            evictions=decoding.disk_evictions,
+            memory_evictions=decoding.memory_evictions + media.evictions,
+            damaged=decoding.disk_damaged,
+            tower_items=encoder.counters.tower_items,
+            tower_hits=encoder.cache.hits,
+            tower_evictions=encoder.cache.evictions,
+            cache_bytes=decoding.disk_bytes,
+            memory_bytes=decoding.memory_bytes + media.held,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +126,7 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the language model computes in."""
+        """The dtype of the language model."""
         return self.adapter.language_model.embed_tokens.weight.dtype
 
     def inside(self, part: Callable[..., Any], *given: Any) -> Any:
@@ -149,14 +134,12 @@ class Policy:
         return part(*given) if self.sharding is None else self.sharding.call(part, *given)
 
     def rest(self) -> None:
-        """Hold no more than this process' own part of the weights, until they are used again."""
+        """Under sharding, release gathered weights until they are used again."""
         if self.sharding is not None:
             self.sharding.rest()
 
-    # Parts.
-
     def encode(self, media: Iterable[Media]) -> dict[Media, Features]:
-        """Features of the distinct media, one pass of each tower. Keeps the graph in grad mode unless a tower is frozen."""
+        """Features of the distinct media. In grad mode, those of a tower that learns keep their graph."""
         features: dict[Media, Features] = self.inside(self._encoder, media)
         return features
 
@@ -169,7 +152,7 @@ class Policy:
         *,
         stock: bool = False,
     ) -> Tensor:
-        """Hidden states [B, T, H] after the final norm. ``stock``: through the layers' own forward on every device."""
+        """Hidden states [B, T, H] after the final norm. ``stock``: by the layers' own forward on every device."""
         hidden_BTH: Tensor = self.inside(self._language, ids_BT, positions_3BT, attention, placements, stock)
         return hidden_BTH
 
@@ -181,9 +164,13 @@ class Policy:
         hidden_BTH = model.embed_tokens(ids_BT)
         rotary = self.adapter.rotary(hidden_BTH, positions_3BT)
         hidden_BTH = stack.enter(hidden_BTH)
-        level_places_N, levels = _gather_levels(placements, hidden_BTH)
+        levelled = [item for item in placements if item.features.deepstack_NH]  # sounds have no deepstack levels
+        level_places_N = _places(levelled, hidden_BTH) if levelled else None
+        several = zip(*(item.features.deepstack_NH for item in levelled), strict=True)
+        levels = [torch.cat(level).to(hidden_BTH) for level in several]
         if placements:
-            places_N, embeds_NH = _gather(placements, hidden_BTH)
+            embeds_NH = torch.cat([item.features.embeds_NH for item in placements]).to(hidden_BTH)
+            places_N = _places(placements, hidden_BTH)
             hidden_BTH = hidden_BTH.flatten(0, 1).index_copy(0, places_N, embeds_NH).view_as(hidden_BTH)
         recompute = torch.is_grad_enabled() and stack.recomputes(self._recompute)
         for i, layer in enumerate(stack.layers):
@@ -199,7 +186,7 @@ class Policy:
         return stack.norm(hidden_BTH)
 
     def _stack(self) -> LayerStack:
-        """The decoder layers: fused on CUDA, where they give what the stock ones give; matched where that is asked."""
+        """The decoder layers: matched for that precision, else fused on CUDA where they give what the stock ones give."""
         model = self.adapter.language_model
         if self.sharding is not None:
             if self.matched is not None:
@@ -211,15 +198,31 @@ class Policy:
         return self._fused
 
     @property
+    def _routers(self) -> list[nn.Module]:
+        """The router of each layer that has experts, in order."""
+        blocks = [layer.mlp for layer in self.adapter.language_model.layers]
+        return [block.gate for block in blocks if hasattr(block, "gate") and hasattr(block, "experts")]
+
+    @property
     def experts_per_token(self) -> int:
         """How many experts a token is sent to; 0 for a model without experts."""
-        config = self.adapter.language_model.config
-        return config.num_experts_per_tok if routers_of(self.adapter.language_model) else 0
+        return self.adapter.language_model.config.num_experts_per_tok if self._routers else 0
 
-    def watch_routers(self) -> AbstractContextManager[list[Tensor]]:
-        """Collects the router logits [B·T, experts] of the ``language`` pass inside, one tensor per layer with experts."""
-        self._stack()  # what is tried before its first use is tried now, and not collected
-        return watched(routers_of(self.adapter.language_model))
+    @contextmanager
+    def watch_routers(self) -> Iterator[list[Tensor]]:
+        """Collects the router logits [B·T, experts] of the ``language`` pass inside, one tensor per layer with experts.
+
+        The stock block returns no logits, so hooks read them. They exist only inside: a layer that is recomputed in a
+        backward pass outside is not read twice.
+        """
+        self._stack()  # its trial run before the first use must not be collected
+        seen: list[Tensor] = []
+        hooks = [router.register_forward_hook(lambda *call: seen.append(call[2][0])) for router in self._routers]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Float32 logits of chosen positions."""
@@ -227,7 +230,7 @@ class Policy:
         return logits_NV.float()
 
     def head_logits(self, hidden_NH: Tensor) -> Tensor:
-        """Logits as the head gives them; on CUDA a plain bfloat16 head gives float32, not rounded to eight bits."""
+        """Logits as the head gives them; on CUDA a plain bfloat16 head gives float32, not rounded to bfloat16."""
         head = self.adapter.head
         if self.matched is not None:
             return matched_linear(head, hidden_NH, self.matched, torch.float32)
@@ -237,10 +240,10 @@ class Policy:
         return torch.mm(hidden_NH.flatten(0, -2), head.weight.T, out_dtype=torch.float32)
 
     def checkpoint_gradients(self, how: Recomputation = True, tower_room: TowerRoom | None = None) -> None:
-        """Recompute the layers of the language model in the backward pass instead of keeping their activations.
+        """Recompute activations of the language model's layers and of the towers in the backward pass.
 
-        ``selective``: only the large ones of fused layers, whole layers elsewhere. Those of towers too; on CUDA always,
-        since what a tower keeps would stay through a whole update. ``tower_room``: memory for what vision towers hold.
+        ``selective``: only the large ones of fused layers, whole layers elsewhere. On CUDA towers are always recomputed:
+        their graph lives through a whole update. ``tower_room``: memory for the activations of vision towers.
         """
         self._recompute, self.tower_room = how, tower_room
         for tower in self.adapter.towers.values():
@@ -249,7 +252,7 @@ class Policy:
 
     @contextmanager
     def keeping_towers(self) -> Iterator[None]:
-        """Inside, vision towers keep their activations for the backward pass, as far as their blocks can."""
+        """Inside, vision towers keep their activations for the backward pass where their blocks can."""
         with ExitStack() as stack:
             for module in {id(tower.module): tower.module for tower in self.adapter.towers.values()}.values():
                 stack.enter_context(keeping_blocks(module))
@@ -291,7 +294,7 @@ class Policy:
         return groups
 
     def trainable(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Named parameters that may learn, by group: all of them, or the adapters alone."""
+        """Named parameters that may be trained, by group: all of them, or the adapters alone."""
         if self.adapters is None:
             return self.groups()
         learning = self.adapters.parameters
@@ -310,7 +313,7 @@ class Policy:
     def save(self, folder: Path) -> None:
         """A complete Hugging Face checkpoint: weights, configs, tokenizer, processor, chat template.
 
-        Adapters are added into its weights, and stand beside them in a folder of their own.
+        Adapters are added into its weights, and are beside them in a folder of their own.
         """
         with quiet(), saving_weights(folder):
             state = self.adapters.base_state() if self.adapters is not None else None
@@ -320,21 +323,6 @@ class Policy:
             self.adapters.add_into(folder)
             with saving_weights(folder / FOLDER):
                 self.adapters.save(folder / FOLDER)
-
-
-def _gather(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat places and embeddings of all placements, in one order."""
-    embeds_NH = torch.cat([item.features.embeds_NH for item in placements]).to(hidden_BTH)
-    return _places(placements, hidden_BTH), embeds_NH
-
-
-def _gather_levels(placements: Sequence[Placement], hidden_BTH: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """Flat places of the placements that have deepstack levels (not those of sounds), and the levels, in one order."""
-    levelled = [item for item in placements if item.features.deepstack_NH]
-    if not levelled:
-        return None, []
-    several = zip(*(item.features.deepstack_NH for item in levelled), strict=True)
-    return _places(levelled, hidden_BTH), [torch.cat(level).to(hidden_BTH) for level in several]
 
 
 def _places(placements: Sequence[Placement], hidden_BTH: Tensor) -> Tensor:
@@ -348,22 +336,15 @@ def _places(placements: Sequence[Placement], hidden_BTH: Tensor) -> Tensor:
     return sent_to(hidden_BTH.device, torch.tensor(places))
 
 
-def _refuse_sliding_window(config: Any) -> None:
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ModelError(
-            "this checkpoint uses sliding-window attention, which is not supported; use one with full attention."
-        )
-
-
 class Reference(Protocol):
-    """``with reference.active() as policy:`` gives the policy to score with; outside it must not be used."""
+    """``with reference.active() as policy:`` gives the policy to score with; it must not be used outside."""
 
     def active(self) -> AbstractContextManager[Policy]: ...
 
 
 @dataclass(frozen=True)
 class FrozenCopy:
-    """A separate policy that is never trained, copied or loaded. Its towers are frozen, so their features are cached."""
+    """A separate policy that is never trained. Its towers are frozen, so their features are cached."""
 
     policy: Policy
 
@@ -372,15 +353,15 @@ class FrozenCopy:
 
     @contextmanager
     def active(self) -> Iterator[Policy]:
-        """As it always is."""
+        """The policy, unchanged."""
         yield self.policy
 
 
 @dataclass(frozen=True)
 class FormerSelf:
-    """The trained policy with the adapters it had when RL began; None: it had fresh ones, and is its base model then.
+    """The trained policy with the adapters it had when RL began; None: they were fresh, and it is its base model then.
 
-    While it is active nothing may be sampled or updated. Towers, language model and head all are those of the reference.
+    While it is active nothing may be sampled or updated.
     """
 
     policy: Policy
@@ -388,13 +369,13 @@ class FormerSelf:
 
     @contextmanager
     def active(self) -> Iterator[Policy]:
-        """The former self; afterwards, whatever happened, the policy is bit for bit what it was."""
+        """The former self; afterwards the policy is bit for bit what it was."""
         policy, own = self.policy, self.policy.adapters
         assert own is not None, "a policy without adapters cannot be its former self"
         version, counters = policy.version, policy.counters
         with own.off() if self.adapters is None else own.holding(self.adapters):
             try:
-                # Caches by version must not mistake it for the policy; media it encodes do not count as the policy's work.
+                # Caches by version must not mistake it for the policy, and its work does not count as the policy's.
                 policy.version, policy.counters = -1, Counters()
                 yield policy
             finally:
