@@ -1,4 +1,8 @@
-"""Prepared media, the input of a tower: decoded and preprocessed once, by content and parameters, in a bounded cache."""
+"""Prepared media, the input of a tower: decoded and preprocessed once, by content and parameters, in a bounded cache.
+
+Invariants: however many threads ask, each medium is preprocessed once while it is cached; the result does not depend on
+the batch it is preprocessed in; a medium that cannot be prepared fails alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
@@ -17,29 +21,27 @@ from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import FrameRule, VideoParameters
 from sensorium.vocabulary.errors import MediaError, ModelError
 
-# Invariants: however many threads ask, each medium is preprocessed once while it is kept; what a medium becomes does not
-# depend on the company it is preprocessed in; one that cannot be prepared fails alone.
-
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from sensorium.data.sound import DecodedAudio
+    from sensorium.data.video import DecodedVideo
 else:
     torch = DeferredModule("torch")
 
 Grid = tuple[int, int, int]
 EXTENTS_KEPT = 1 << 16
-# Decoded media preprocessed at once: enough to share the processor's cost, and little beside what they become.
-BATCH_BYTES = 1 << 26
+BATCH_BYTES = 1 << 26  # of decoded media preprocessed at once: shares the processor's cost, and is little memory
+CLIP_BYTES = 1 << 26  # of frames processed at once: as float32 patches they take four times as much, several times over
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How large a medium is to its tower, and when its frames were: all that its expansion and positions depend on.
+    """The size of a medium to its tower, and the times of its frames: all that its expansion and positions depend on.
 
-    ``grid`` is (time, height, width) in patches; of a sound, (mel frames, 1, 1). A video's frames begin at
-    ``times_s`` by the file's average rate, each standing for ``seconds_per_frame``; ``has_sound``: the sound that follows
-    it is interleaved with it.
+    ``grid`` is (time, height, width) in patches; of a sound, (mel frames, 1, 1). A video's frames begin at ``times_s`` by
+    the file's average rate, ``seconds_per_frame`` apart; ``has_sound``: it is interleaved with the sound that follows it.
     """
 
     kind: MediaKind
@@ -58,7 +60,7 @@ class TowerInput:
 
 
 class MediaDecoder(Protocol):
-    """Decodes media, each once: each medium in order with what it is decoded to, or with the error that it is."""
+    """Decodes media, each once: gives each medium in order with its decoded form, or with its error."""
 
     def each(self, media: Iterable[Media]) -> Iterator[tuple[Media, Any | MediaError]]: ...
 
@@ -70,20 +72,16 @@ class Preprocessor(Protocol):
 
 
 class PreparedMedia:
-    """The cache of prepared media. Patches are cached up to ``capacity`` bytes; the least recently used are dropped first.
+    """The cache of prepared media: patches up to ``capacity`` bytes, the least recently used are dropped first.
 
-    Extents are small and outlive them: a prompt can be laid out without decoding its media again. A hit is a request that
-    was answered from here, an eviction a medium that there was no room to keep.
+    Extents are small and outlive them: a prompt can be laid out without decoding its media again. ``hits`` counts requests
+    answered from the cache.
     """
 
     def __init__(
-        self,
-        decoder: MediaDecoder,
-        preprocessors: Mapping[MediaKind, Preprocessor],
-        capacity: int = 1 << 29,
+        self, decoder: MediaDecoder, preprocessors: Mapping[MediaKind, Preprocessor], capacity: int = 1 << 29
     ) -> None:
-        self._decoder = decoder
-        self._preprocessors = preprocessors
+        self._decoder, self._preprocessors = decoder, preprocessors
         self._known: LRU[Media, TowerInput] = LRU(capacity, lambda prepared: prepared.patches_PC.nbytes)
         self._extents: LRU[Media, Extent] = LRU(EXTENTS_KEPT)
         self._making = threading.Lock()
@@ -92,16 +90,16 @@ class PreparedMedia:
 
     @property
     def held(self) -> int:
-        """Bytes of the patches that are kept."""
+        """Bytes of the cached patches."""
         return self._known.held
 
     @property
     def evictions(self) -> int:
-        """Media that there was no room to keep."""
+        """Media whose patches were dropped, or did not fit."""
         return self._known.evictions
 
     def extent(self, media: Media) -> Extent:
-        """How large a medium is to its tower."""
+        """The size of a medium to its tower."""
         return self._extents.get(media) or self.get([media])[0].extent
 
     def unknown(self, media: Iterable[Media]) -> list[Media]:
@@ -111,11 +109,11 @@ class PreparedMedia:
         return new
 
     def missing(self, media: Iterable[Media]) -> list[Media]:
-        """The distinct media whose patches are not kept."""
+        """The distinct media whose patches are not cached."""
         return [item for item in dict.fromkeys(media) if item not in self._known]
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
-        """Prepare media ahead of their use, as many at a time as are cheap to hold; returns the errors of bad ones."""
+        """Prepare media ahead of their use, batch by batch; returns the errors of bad ones."""
         missing = self.missing(media)
         self.refuse_strange(missing)
         with self._making:
@@ -125,7 +123,7 @@ class PreparedMedia:
     def get(self, media: Iterable[Media]) -> list[TowerInput]:
         """Tower inputs of media, in order; those not cached are preprocessed together.
 
-        Where one cannot be prepared, the others are all the same before its error is raised.
+        The error of one that cannot be prepared is raised after the others are prepared.
         """
         wanted = list(media)
         found = self._recall(wanted)
@@ -152,7 +150,6 @@ class PreparedMedia:
                 raise ModelError(f"this model takes {able}; it cannot take {item.kind} {item.name}. Use a family that can.")
 
     def _recall(self, media: Sequence[Media]) -> dict[Media, TowerInput]:
-        """What is kept of some media, which makes it the latest."""
         found = {item: kept for item in dict.fromkeys(media) if (kept := self._known.get(item)) is not None}
         with self._lock:
             self.hits += sum(item in found for item in media)
@@ -167,63 +164,35 @@ class PreparedMedia:
                 yield item, decoded
                 continue
             batch.append((item, decoded))
-            size += _size(decoded)
+            picture = isinstance(decoded, Image.Image)
+            size += decoded.width * decoded.height * 3 if picture else int(getattr(decoded, "nbytes", 0))
             if size >= BATCH_BYTES:
                 yield from self._preprocess(batch)
                 batch, size = [], 0
         yield from self._preprocess(batch)
 
     def _preprocess(self, batch: Sequence[tuple[Media, Any]]) -> Iterator[tuple[Media, TowerInput | MediaError]]:
-        for kind in self._preprocessors:
+        """Preprocess and cache decoded media, those of one kind together; if refused, one by one to find the bad ones."""
+        for kind, preprocessor in self._preprocessors.items():
             items = [(item, decoded) for item, decoded in batch if item.kind == kind]
-            if items:
-                yield from self._together(kind, items)
-
-    def _together(
-        self, kind: MediaKind, items: Sequence[tuple[Media, Any]]
-    ) -> Iterator[tuple[Media, TowerInput | MediaError]]:
-        """Media of one kind preprocessed and kept; if they are refused, one by one, to find out which it was."""
-        try:
-            with torch.inference_mode(False):  # cached tensors must also serve training
-                ready = self._preprocessors[kind](items)
-        except MediaError as error:
-            if len(items) == 1:
-                yield items[0][0], error
-            else:
-                for one in items:
-                    yield from self._together(kind, [one])
-            return
-        for (item, _), prepared in zip(items, ready, strict=True):
-            self._keep(item, prepared)
-            yield item, prepared
-
-    def _keep(self, media: Media, prepared: TowerInput) -> None:
-        with self._lock:
-            self.preprocessed += 1
-        self._extents.put(media, prepared.extent)
-        self._known.put(media, prepared)
-
-
-def _size(decoded: Any) -> int:
-    """What a decoded medium takes in memory."""
-    if isinstance(decoded, Image.Image):
-        return decoded.width * decoded.height * 3
-    return int(getattr(decoded, "nbytes", 0))
-
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from PIL import Image
-    from torch import Tensor
-
-    from sensorium.data.sound import DecodedAudio
-    from sensorium.data.video import DecodedVideo
-else:
-    torch = DeferredModule("torch")
-
-# Frames processed at once: in float32 and cut into patches they take four times as much, several times over.
-CLIP_BYTES = 1 << 26
+            if not items:
+                continue
+            try:
+                with torch.inference_mode(False):  # cached tensors must also serve training
+                    ready = preprocessor(items)
+            except MediaError as error:
+                if len(items) == 1:
+                    yield items[0][0], error
+                else:
+                    for one in items:
+                        yield from self._preprocess([one])
+                continue
+            for (item, _), prepared in zip(items, ready, strict=True):
+                with self._lock:
+                    self.preprocessed += 1
+                self._extents.put(item, prepared.extent)
+                self._known.put(item, prepared)
+                yield item, prepared
 
 
 class PicturePreprocessor:
@@ -236,15 +205,14 @@ class PicturePreprocessor:
         """Patches of each picture."""
         with naming_items(items, "image"):
             made = self._image_processor(images=[picture for _, picture in items], return_tensors="pt")
-        extents = [Extent("picture", grid) for grid in _grids(made["image_grid_thw"])]
-        return _split(made["pixel_values"], extents)
+        return _split(made["pixel_values"], [Extent("picture", grid) for grid in _grids(made["image_grid_thw"])])
 
 
 class VideoPreprocessor:
     """The checkpoint's video processor over sampled frames; it samples nothing itself.
 
     ``settings`` are given with every call. A clip of one frame is shown for two, as the last frame of an odd number is. A
-    temporal step of a video that is heard may not last longer than ``chunk_s``.
+    temporal step of a video with sound may not last longer than ``chunk_s``.
     """
 
     def __init__(self, video_processor: Any, settings: Mapping[str, Any], chunk_s: float = inf) -> None:
@@ -253,15 +221,20 @@ class VideoPreprocessor:
 
     def __call__(self, items: Sequence[tuple[Media, DecodedVideo]]) -> list[TowerInput]:
         """Patches of each clip."""
-        prepared: list[TowerInput] = []
         for media, clip in items:
-            self._refuse_slow(media, clip)
-        for several in _by_size(items):
+            step = self._video_processor.temporal_patch_size * clip.seconds_per_frame
+            if media.sound is not None and step > self._chunk_s:  # frames and sound would drift apart
+                raise MediaError(
+                    f"{media.name}: two of its frames span {step:.2f} s, and its sound is put between them every "
+                    f"{self._chunk_s:g} s (use_audio_in_video). Take more frames (fps: 2, for example), or a shorter part."
+                )
+        prepared: list[TowerInput] = []
+        for several in _batches(items):
             # Frames that have their final size: a second resize would enlarge those that were asked for small.
-            sized = _is_sized(several[0][0])
-            settings = self._settings | ({"do_resize": False} if sized else {})
+            settings = self._settings | ({"do_resize": False} if _is_sized(several[0][0]) else {})
+            clips = [clip.frames[[0, 0]] if len(clip.frames) == 1 else clip.frames for _, clip in several]
             with naming_items(several, "video"):
-                made = self._video_processor(videos=[_two_or_more(clip.frames) for _, clip in several], **settings)
+                made = self._video_processor(videos=[torch.tensor(frames) for frames in clips], **settings)
             extents = [
                 Extent("video", grid, clip.frame_times_s, clip.seconds_per_frame, media.sound is not None)
                 for grid, (media, clip) in zip(_grids(made["video_grid_thw"]), several, strict=True)
@@ -269,21 +242,12 @@ class VideoPreprocessor:
             prepared += _split(made["pixel_values_videos"], extents)
         return prepared
 
-    def _refuse_slow(self, media: Media, clip: DecodedVideo) -> None:
-        """Refuse a video that is heard and whose frames are further apart than its sound is cut: they would drift apart."""
-        step = self._video_processor.temporal_patch_size * clip.seconds_per_frame
-        if media.sound is not None and step > self._chunk_s:
-            raise MediaError(
-                f"{media.name}: two of its frames stand for {step:.2f} s, and its sound is put between them every "
-                f"{self._chunk_s:g} s (use_audio_in_video). Take more frames (fps: 2 for one), or a shorter part of it."
-            )
-
 
 class SoundPreprocessor:
     """The checkpoint's mel spectrogram of sounds, with the numbers it has when padded to the extractor's full length.
 
-    Each sound is computed by itself, so that what is kept of it does not depend on what it was asked for with. None is cut:
-    one that the extractor would cut, or that is too short for a single token, is refused.
+    Each sound is computed by itself, so that the result does not depend on the batch. None is cut: one that the extractor
+    would cut, or that is too short for a single token, is refused.
     """
 
     def __init__(self, extractor: Any) -> None:
@@ -299,46 +263,37 @@ class SoundPreprocessor:
         refuse_other_rate(media, sound, rate)
         if length > extractor.n_samples:
             raise MediaError(
-                f"{media.name}: the sound lasts {length / rate:.1f} s, and this checkpoint hears no more than "
+                f"{media.name}: the sound lasts {length / rate:.1f} s, and this checkpoint takes no more than "
                 f"{extractor.n_samples / rate:g} s. Trim it (start, end): it is never cut."
             )
         frames = -(-length // hop)
         if sound_tokens(frames) < 1:
-            raise MediaError(f"{media.name}: {length / rate * 1000:.0f} ms are too short to be heard; give 21 ms at least.")
-        # Silence as far as the last window that touches a sample reaches: the same numbers as after minutes of it.
+            raise MediaError(f"{media.name}: {length / rate * 1000:.0f} ms are too short for a token; give 21 ms at least.")
+        # Silence up to the last window that touches a sample: the same numbers as after minutes of it.
         padded = -(-(length + extractor.n_fft) // hop) * hop
-        made = extractor(
-            [sound.samples],
-            sampling_rate=rate,
-            padding="max_length",
-            max_length=padded,
-            truncation=False,
-            return_tensors="pt",
-        )
+        settings = {"padding": "max_length", "max_length": padded, "truncation": False, "return_tensors": "pt"}
+        made = extractor([sound.samples], sampling_rate=rate, **settings)
         return TowerInput(made["input_features"][0, :, :frames].T.contiguous(), Extent("sound", (frames, 1, 1)))
 
 
 def refuse_other_rate(media: Media, sound: DecodedAudio, rate: int) -> None:
-    """Refuse a sound that was decoded at another rate than the model listens at."""
+    """Refuse a sound that was decoded at another sample rate than the model's."""
     if sound.sample_rate != rate:
-        raise MediaError(
-            f"{media.name}: decoded at {sound.sample_rate} Hz; this model listens at {rate}. Ask for that rate."
-        )
+        raise MediaError(f"{media.name}: decoded at {sound.sample_rate} Hz; this model takes {rate}. Ask for that rate.")
 
 
 def sound_tokens(frames: int) -> int:
-    """How many features so many mel frames become: one for four, by two strides of two."""
+    """The number of features of so many mel frames: one for four, by two strides of two."""
     return ((frames - 1) // 2 - 1) // 2 + 1
 
 
 def video_settings(video_processor: Any) -> dict[str, Any]:
     """Settings of a checkpoint's video processor that must be passed explicitly, or the library warns."""
-    capped = getattr(video_processor, "cap_pixels_per_frame", None)
-    return {"cap_pixels_per_frame": bool(capped)}
+    return {"cap_pixels_per_frame": bool(getattr(video_processor, "cap_pixels_per_frame", None))}
 
 
-def _by_size(items: Sequence[tuple[Media, DecodedVideo]]) -> Iterator[list[tuple[Media, DecodedVideo]]]:
-    """Clips in order, as many at once as their frames allow; those that have their size and others apart."""
+def _batches(items: Sequence[tuple[Media, DecodedVideo]]) -> Iterator[list[tuple[Media, DecodedVideo]]]:
+    """Clips in order, up to ``CLIP_BYTES`` at once; those with their final size and others apart."""
     several: list[tuple[Media, DecodedVideo]] = []
     held = 0
     for media, clip in items:
@@ -352,7 +307,7 @@ def _by_size(items: Sequence[tuple[Media, DecodedVideo]]) -> Iterator[list[tuple
 
 
 def _is_sized(media: Media) -> bool:
-    """Whether a video was decoded to the size that the model sees."""
+    """Whether a video was decoded to its final size."""
     return isinstance(media.parameters, VideoParameters) and media.parameters.sampling != "middle"
 
 
@@ -372,16 +327,12 @@ def frame_rule(processor: Any, vision: Any, most: int, *, whole_clip: bool = Fal
     return FrameRule("official", multiple, min(least, usual.min_pixels), min(limit, usual.max_pixels), clip)
 
 
-def _two_or_more(frames_THW3: np.ndarray) -> Tensor:
-    return torch.tensor(frames_THW3[[0, 0]] if len(frames_THW3) == 1 else frames_THW3)
-
-
 def _grids(grids_M3: Tensor) -> list[Grid]:
     return [(time, height, width) for time, height, width in grids_M3.tolist()]
 
 
 def _split(patches_PC: Tensor, extents: Sequence[Extent]) -> list[TowerInput]:
-    sizes = [time * height * width for time, height, width in (extent.grid for extent in extents)]
+    sizes = [prod(extent.grid) for extent in extents]
     # A copy of each: a view would keep the whole batch alive in the cache.
     parts = [part.clone() for part in torch.split(patches_PC, sizes)]
     return [TowerInput(part, extent) for part, extent in zip(parts, extents, strict=True)]
@@ -389,10 +340,9 @@ def _split(patches_PC: Tensor, extents: Sequence[Extent]) -> list[TowerInput]:
 
 @contextmanager
 def naming_items(items: Sequence[tuple[Media, Any]], processor: str) -> Iterator[None]:
-    """A processor's refusal (an absurd aspect ratio, for one) names the items."""
+    """Inside, a processor's ValueError (for an absurd aspect ratio, say) becomes a MediaError that names the items."""
     try:
         yield
     except ValueError as error:
         names = ", ".join(media.name for media, _ in items)
-        kind: MediaKind = items[0][0].kind
-        raise MediaError(f"{names}: the {processor} processor refuses a {kind}: {error}.") from error
+        raise MediaError(f"{names}: the {processor} processor refuses a {items[0][0].kind}: {error}.") from error
