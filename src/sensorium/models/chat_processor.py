@@ -1,6 +1,6 @@
 """From messages and media to tokens and positions, and from sampled tokens back to text. Needs no weights.
 
-A rollout needs nothing else of a model, so it can run in a process that holds none of the weights.
+It is all that a rollout needs of a model, so rollouts can run in processes without weights.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,24 +8,101 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sensorium.data.decoder import Decoder
+from sensorium.data.lru import LRU
 from sensorium.data.media_store import MediaStore
-from sensorium.models.family import MediaFormat
-from sensorium.models.prepared_media import PreparedMedia
+from sensorium.models.family import HearsInVideo, MediaFormat
+from sensorium.models.prepared_media import Extent, PreparedMedia
 from sensorium.models.rendering import ChatRenderer, TokenTable
-from sensorium.models.segment_expansion import Layouts
-from sensorium.models.segment_layout import Layout
+from sensorium.models.segment_layout import Layout, Slot, mismatch
 from sensorium.recipe.activations import PATCHES
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment, VersionSpan
-from sensorium.vocabulary.errors import MediaError
+from sensorium.vocabulary.errors import MediaError, SpanMismatch
+
+TOKENS_KEPT = 1 << 22  # expanded tokens whose layouts are cached: 128 MiB of ids and positions
+SHAPES_KEPT = 4096
+
+
+class Layouts:
+    """Layouts of segments, on the CPU. Those of environment segments are cached by content: a group shares them."""
+
+    def __init__(self, media_format: MediaFormat, media: PreparedMedia) -> None:
+        self._format, self._media = media_format, media
+        self._known: LRU[str, Layout] = LRU(TOKENS_KEPT, len)
+        self._shapes: LRU[tuple[Any, ...], Tensor] = LRU(SHAPES_KEPT)
+
+    def __call__(self, segment: Segment) -> Layout:
+        """The segment as the language model sees it."""
+        if segment.author == "model":
+            return self._lay_out(segment)
+        layout = self._known.get(segment.key)
+        if layout is None:
+            layout = self._lay_out(segment)
+            self._known.put(segment.key, layout)
+        return layout
+
+    @torch.inference_mode(False)  # cached tensors must also serve training
+    def _lay_out(self, segment: Segment) -> Layout:
+        check_spans(segment, self._format)
+        if not segment.media:
+            length = len(segment.tokens)
+            steps_T = torch.arange(length)
+            return Layout(torch.tensor(segment.tokens, dtype=torch.long), steps_T.expand(3, -1), length, steps_T, ())
+        ids: list[int] = []
+        ends: list[int] = []
+        slots: list[Slot] = []
+        extents: list[Extent] = []
+        media = {span.index: span.media for span in segment.media}
+        for i, token in enumerate(segment.tokens):
+            if i not in media:
+                ids.append(token)
+            else:
+                extents.append(self._media.extent(media[i]))
+                if extents[-1].has_sound:  # laid out with its sound, whose placeholder comes next
+                    ends.append(len(ids))
+                    continue
+                if media[i].kind == "sound" and len(extents) > 1 and extents[-2].has_sound:
+                    assert isinstance(self._format, HearsInVideo), "rendering refuses what the family cannot take"
+                    expanded, seen, heard = self._format.interleave(extents[-2], extents[-1])
+                    parts = [Slot(media[i - 1], seen), Slot(media[i], heard)]
+                else:
+                    expansion = self._format.expand(extents[-1])
+                    expanded, parts = expansion.ids, [Slot(media[i], expansion.runs)]
+                slots += [slot.moved(len(ids)) for slot in parts]
+                ids += expanded
+            ends.append(len(ids) - 1)
+        ids_T = torch.tensor(ids, dtype=torch.long)
+        # Positions depend only on where media are and how large they are; prompts of the same shape share them.
+        shape = (len(ids), tuple(slot.runs for slot in slots), tuple(extents))
+        positions_3T = self._shapes.get(shape)
+        if positions_3T is None:
+            positions_3T = self._format.positions(ids_T, extents)
+            self._shapes.put(shape, positions_3T)
+        # From the last token, which is text, and not from the largest: a video may reach beyond what follows it.
+        return Layout(ids_T, positions_3T, int(positions_3T[0, -1]) + 1, torch.tensor(ends), tuple(slots))
+
+
+def check_spans(segment: Segment, media_format: MediaFormat) -> None:
+    """Refuse a span that misses its placeholder, and a placeholder without a medium."""
+    placeholders = media_format.placeholders
+    spans = {span.index: span.media for span in segment.media}
+    for i, item in spans.items():
+        if not 0 <= i < len(segment.tokens) or segment.tokens[i] != placeholders.get(item.kind):
+            raise mismatch(item, f"its span points at token {i}, which is no placeholder of a {item.kind}")
+    stray = [i for i, token in enumerate(segment.tokens) if token in placeholders.values() and i not in spans]
+    if stray:
+        raise SpanMismatch(f"token {stray[0]} of a segment by the {segment.author} is a placeholder without a medium.")
 
 
 class ChatProcessor:
-    """A checkpoint's tokenizer, chat template and media processors, as one.
+    """A checkpoint's tokenizer, chat template and media processors.
 
     ``vocab_size`` is the number of logits. ``stop_ids`` end a response; ``forbidden_ids`` are never sampled. ``prepared``
-    keeps at most ``media_bytes`` of preprocessed media.
+    caches at most ``media_bytes`` of preprocessed media.
     """
 
     def __init__(
@@ -41,14 +118,10 @@ class ChatProcessor:
         decoder: Decoder | None = None,
         media_bytes: int = 1 << 29,
     ) -> None:
-        self.family = family
-        self.media_format = media_format
-        self.tokenizer = tokenizer
-        self.processor = processor
-        self.store = store
-        self.decoder = decoder or Decoder(store)
+        self.family, self.media_format, self.vocab_size = family, media_format, vocab_size
+        self.tokenizer, self.processor = tokenizer, processor
+        self.store, self.decoder = store, decoder or Decoder(store)
         self.modalities = frozenset(["text", *media_format.placeholders])
-        self.vocab_size = vocab_size
         self._table = TokenTable(tokenizer, vocab_size, media_format.written_tokens)
         self._renderer = ChatRenderer(tokenizer, self.owner, self._table, media_format)
         self.append_only = self._renderer.append_only
@@ -60,17 +133,15 @@ class ChatProcessor:
 
     @property
     def owner(self) -> Any:
-        """What has the chat template: the processor, or the tokenizer of a text model."""
+        """The processor, or the tokenizer of a text model: whichever has the chat template."""
         return self.processor if self.processor is not None else self.tokenizer
-
-    # Tokens.
 
     def render(self, messages: Sequence[Message], *, generate: bool = True) -> Segment:
         """The first turn; expanded it equals the checkpoint's own ``apply_chat_template``."""
         return self._renderer.render(messages, generate=generate)
 
     def extend(self, messages: Sequence[Message], *, after: Segment) -> Segment:
-        """The next observation after a response (closed if it did not stop by itself), and the generation prompt."""
+        """The next observation after a response, which is closed first if it did not stop by itself."""
         closed = bool(after.tokens) and after.tokens[-1] in self.stop_ids
         return self._renderer.extend(messages, closed=closed)
 
@@ -79,7 +150,7 @@ class ChatProcessor:
         return self._renderer.after_head(messages)
 
     def respond(self, text: str, name: str, version: int = 0) -> Segment:
-        """A given answer as a model segment: ends with the stop token, log-probs zero."""
+        """A given answer as a model segment: ends with the stop token, log-probs are zero."""
         tokens = (*self._renderer.encode_answer(text), self._renderer.close_id)
         zeros = (0.0,) * len(tokens)
         return self.written(tokens, zeros, zeros, name, version)
@@ -93,7 +164,7 @@ class ChatProcessor:
         version: int = 0,
         versions: tuple[VersionSpan, ...] = (),
     ) -> Segment:
-        """A model segment from sampled ids, stamped with the policy version that wrote it; the text is read off the ids."""
+        """A model segment of sampled ids, with their text and the policy version that sampled them."""
         text, byte_ends = self._table.read(tokens)
         return Segment(
             author="model",
@@ -113,41 +184,37 @@ class ChatProcessor:
 
     @cached_property
     def longest_token(self) -> int:
-        """The most bytes that one token stands for; of a text in Unicode's form NFC, which tokenizers may put it into."""
+        """The most bytes of one token, for texts in Unicode's form NFC, which tokenizers may convert to."""
         return max(len(self._table.bytes_of(token)) for token in range(self.vocab_size))
-
-    # Positions: placeholders expanded.
 
     def layout(self, segment: Segment) -> Layout:
         """The segment as the language model sees it, on the CPU; environment segments are cached by content."""
         return self._layouts(segment)
 
-    # Media.
-
     def shown(self, media: Media) -> Media:
-        """The medium as this model is shown it: what its parameters leave open is as the family has it."""
+        """The medium as this model sees it: the family decides what its parameters leave open."""
         return media.resolved(self.media_format.frame_rule)
 
     def unprepared(self, media: Iterable[Media]) -> list[Media]:
-        """The distinct media that no layout can be made of yet; refuses those of a kind that the model does not take.
+        """The distinct media, as the model sees them, whose extent is not known yet, and the sounds of videos.
 
-        They are as the model is shown them, and the sounds that are heard with videos among them.
+        Those of a kind that the model does not take are refused.
         """
         return self.prepared.unknown(self._parts(media))
 
     def patches(self, media: Media) -> int:
-        """What a tower sees of a medium, in patches: four to a token, as of Qwen's pictures; of others about so many."""
+        """The size of a medium in patches: four to a token, as Qwen's pictures have; an estimate for other families."""
         return PATCHES * self.media_format.expand(self.prepared.extent(media)).count
 
     def request(self, media: Iterable[Media]) -> None:
-        """Begin to decode media that will be prepared later, and return at once."""
+        """Start decoding media that will be prepared later, and return at once."""
         for item in self.prepared.missing(self._parts(media)):
             self.decoder.request(item)
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
-        """Preprocess media together, ahead of their layouts: many times cheaper than one by one. In any thread.
+        """Preprocess media together, ahead of their layouts, which is much cheaper than one by one. In any thread.
 
-        Returns the errors of those that cannot be.
+        Returns the errors of those that fail.
         """
         asked = list(dict.fromkeys(media))
         errors = self.prepared.prepare(self._parts(asked))
@@ -159,16 +226,15 @@ class ChatProcessor:
     def share_media(self, other: "ChatProcessor") -> None:
         """Use another's prepared media, if its checkpoint prepares them alike: then nothing is prepared twice."""
         assert self.decoder is other.decoder, "processors that share media share their decoder"
-        if _processing(self.processor) == _processing(other.processor):
+        names = ("image_processor", "video_processor", "feature_extractor")
+        mine, others = (
+            [part.to_dict() for name in names if (part := getattr(chat.processor, name, None)) is not None]
+            for chat in (self, other)
+        )
+        if mine == others:
             self.prepared = other.prepared
             self._layouts = Layouts(self.media_format, other.prepared)
 
     def save(self, folder: Path) -> None:
         """The tokenizer, processor and chat template of a Hugging Face checkpoint."""
         self.owner.save_pretrained(folder)
-
-
-def _processing(processor: Any) -> list[Any]:
-    """All settings by which a checkpoint's processors make tower inputs of media."""
-    parts = ("image_processor", "video_processor", "feature_extractor")
-    return [part.to_dict() for name in parts if (part := getattr(processor, name, None)) is not None]

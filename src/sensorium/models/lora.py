@@ -1,9 +1,8 @@
 """Low-rank adapters (peft's) on the linear layers of named groups of a model. The rest of the model is frozen.
 
-The adapters stay apart from the weights they add to: the model computes W·x + α/r·B·A·x, sampled or trained, and only a
-checkpoint holds the sum. Embeddings, the patch projection of a tower and a head tied to the embeddings are no linear
-layers of their own and are never adapted. Neither are the experts and routers of a mixture (Qwen3-VL-MoE), which are bare
-tensors: in its language model the adapters sit on attention only.
+The model computes W·x + α/r·B·A·x when sampled and trained; only a checkpoint holds the sum. Embeddings, the patch
+projection of a tower and a head tied to the embeddings are never adapted. Nor are the experts and routers of a mixture
+(Qwen3-VL-MoE), which are bare tensors: in its language model only attention has adapters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,14 +26,13 @@ from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 FOLDER = "adapter"
 WEIGHTS = "adapter_model.safetensors"
 NAME = "default"  # peft's name of a model's only adapter
-Prefixes = Mapping[str, tuple[str, ...]]
-"""The prefixes of parameter names by group, as a family gives them."""
+Prefixes = Mapping[str, tuple[str, ...]]  # of parameter names, by group
 
 
 def add_adapters(model: Any, groups: Prefixes, section: LoraSection, seed: int, base: str) -> "Adapters":
-    """Put fresh adapters into ``model`` and freeze the rest; what the model computes is unchanged, for B is zero.
+    """Put fresh adapters into ``model`` and freeze the rest; the model computes what it did, since B is zero.
 
-    The A matrices are a function of the seed and the layer's name alone. ``base`` names the model they are made for.
+    The A matrices depend on the seed and the layer's name alone, not on the device. ``base`` names the model.
     """
     import peft
 
@@ -45,7 +43,10 @@ def add_adapters(model: Any, groups: Prefixes, section: LoraSection, seed: int, 
     with torch.no_grad():
         for name, layer in adapters.layers.items():
             matrix_RI = layer.lora_A[NAME].weight
-            matrix_RI.copy_(_drawn(matrix_RI.shape, seed, name))
+            key = blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+            # Uniform within 1/√inputs, as a linear layer is initialized.
+            matrix_RI.copy_((2 * torch.rand(matrix_RI.shape, generator=generator) - 1) / matrix_RI.shape[1] ** 0.5)
     return adapters
 
 
@@ -57,8 +58,9 @@ def choose_layers(model: Any, groups: Prefixes, section: LoraSection) -> list[st
     chosen: list[str] = []
     for group in section.groups:
         if group not in groups:
-            known = nearest(group, list(groups))
-            raise RecipeError(f"model.lora.groups: the model has no parameter group '{group}'{known}")
+            raise RecipeError(
+                f"model.lora.groups: the model has no parameter group '{group}'{nearest(group, list(groups))}"
+            )
         if not by_group[group]:
             with_some = ", ".join(name for name, layers in by_group.items() if layers)
             tied = " (its head shares the weights of the embeddings)" if group == "head" else ""
@@ -83,10 +85,9 @@ def linear_layers(model: Any, groups: Prefixes) -> dict[str, list[str]]:
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     found: dict[str, list[str]] = {group: [] for group in groups}
     for name, part in model.named_modules():
-        if isinstance(part, nn.Linear) and id(part.weight) not in embeddings:
-            group = group_of(f"{name}.weight", groups)
-            if group is not None:
-                found[group].append(name)
+        group = group_of(f"{name}.weight", groups)
+        if group is not None and isinstance(part, nn.Linear) and id(part.weight) not in embeddings:
+            found[group].append(name)
     return found
 
 
@@ -105,7 +106,7 @@ class Adapters:
         }
 
     def of(self, model: Any) -> "Adapters":
-        """The same of a copy of the model."""
+        """The adapters of a copy of the model."""
         return Adapters(model, self.section, self.base)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -123,15 +124,15 @@ class Adapters:
         finally:
             for layer in self.layers.values():
                 layer.enable_adapters(True)
-            for parameter in self.parameters.values():  # peft's switch decides who learns, which is not its business
+            for parameter in self.parameters.values():  # peft's switch also changes which parameters are trained
                 parameter.requires_grad_(False)
             for parameter in learning:
                 parameter.requires_grad_()
 
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """The model with the adapters of a snapshot. Nothing is copied: parameters point elsewhere for a while."""
-        assert tensors.keys() == self.parameters.keys(), "a snapshot of other adapters"
+        """The model with the adapters of a snapshot. Nothing is copied: parameters point to the snapshot inside."""
+        assert tensors.keys() == self.parameters.keys(), "the snapshot is of other adapters"
         own = {name: parameter.data for name, parameter in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
@@ -142,7 +143,7 @@ class Adapters:
                 parameter.data = own[name]
 
     def base_state(self) -> dict[str, Tensor]:
-        """The state of the model without its adapters, under the names it has without them; not copies."""
+        """The state dict of the model without adapters, under the names it has without them; not copies."""
         state: dict[str, Tensor] = {}
         for name, tensor in self._model.state_dict().items():
             owner, _, leaf = name.rpartition(".")
@@ -153,7 +154,7 @@ class Adapters:
 
     @torch.no_grad()
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """Every adapted weight with its adapter added in, one at a time; summed in float32 and rounded once."""
+        """Every adapted weight with its adapter added, one at a time; summed in float32 and rounded once."""
         for name, layer in self.layers.items():
             weight_OI = layer.base_layer.weight
             added_OI = layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
@@ -172,12 +173,12 @@ class Adapters:
         tensors = {_key(name): parameter.detach().contiguous() for name, parameter in self.parameters.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         config = _config(self.section, sorted(self.layers), self.base)
-        config.target_modules = sorted(self.layers)  # peft makes a set of it, written in another order every time
+        config.target_modules = sorted(self.layers)  # peft makes a set, written in a different order every time
         config.inference_mode = True
         config.save_pretrained(str(folder))
 
     def load(self, folder: Path) -> None:
-        """Become the adapters of a folder, bit for bit."""
+        """Load the adapters of a folder, bit for bit."""
         tensors = self.read(folder)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -203,7 +204,7 @@ class Adapters:
 
 
 def _endings(layers: list[str]) -> str:
-    """The different last words of layer names; a number takes the word before it along."""
+    """The distinct last parts of layer names; a number includes the part before it."""
     words = [layer.split(".") for layer in layers]
     return ", ".join(sorted({".".join(w[-2:]) if w[-1].isdigit() else w[-1] for w in words}))
 
@@ -211,22 +212,9 @@ def _endings(layers: list[str]) -> str:
 def _config(section: LoraSection, layers: list[str], base: str) -> Any:
     from peft import LoraConfig
 
-    alpha = int(section.alpha) if section.alpha.is_integer() else section.alpha  # whole, where other readers want it so
-    return LoraConfig(
-        r=section.rank,
-        lora_alpha=alpha,
-        target_modules=list(layers),
-        lora_dropout=0.0,
-        bias="none",
-        base_model_name_or_path=base,
-    )
-
-
-def _drawn(shape: torch.Size, seed: int, layer: str) -> Tensor:
-    """A fresh A matrix: uniform within 1/√inputs, as a linear layer starts; the same on every device."""
-    key = blake2b(f"{seed}/{layer}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-    return (2 * torch.rand(shape, generator=generator) - 1) / shape[1] ** 0.5
+    alpha = int(section.alpha) if section.alpha.is_integer() else section.alpha  # some readers want a whole number
+    common: dict[str, Any] = {"lora_dropout": 0.0, "bias": "none", "base_model_name_or_path": base}
+    return LoraConfig(r=section.rank, lora_alpha=alpha, target_modules=list(layers), **common)
 
 
 def _key(name: str) -> str:

@@ -1,7 +1,7 @@
 """A run's checkpoint in the layout of the checkpoint that the run started from: names, shapes, dtypes, shards and files.
 
 transformers 5 writes some weights under other names and in other shapes than the published checkpoints have, which other
-readers refuse or misread. So an export takes the source's files as they are and puts the trained numbers in their places::
+readers refuse or misread. So an export copies the source's files and replaces the numbers by the trained ones::
 
     source (published)                                   checkpoint of the run (transformers 5)
     thinker.model.layers.0.mlp.up_proj.weight [I, H]  ←  model.layers.0.mlp.up_proj.weight [I, H]
@@ -30,13 +30,12 @@ from sensorium.vocabulary.errors import CheckpointError
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 OTHER_WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
-NOT_CARRIED = ("README.md", "COMPLETE", ".*", *OTHER_WEIGHTS)
-"""Files of a source that an export does not take along: weights in other formats, and what describes the source itself."""
+NOT_CARRIED = ("README.md", "COMPLETE", ".*", *OTHER_WEIGHTS)  # files of a source that an export does not copy
 
 
 @dataclass(frozen=True)
 class WeightOrigin:
-    """The tensor of the run's checkpoint that holds a weight of the source, and which part of it, in which orientation."""
+    """The tensor of the run's checkpoint that holds a weight of the source, and which part of that tensor."""
 
     name: str
     transposed: bool = False
@@ -54,7 +53,7 @@ class WeightOrigin:
 
 @dataclass
 class ExportSummary:
-    """What was written: weights that training changed, that it left as they were, and that are no part of the model."""
+    """The weights of an export: changed by training, unchanged, rounded, and carried along though not in the model."""
 
     changed: int = 0
     same: int = 0
@@ -63,11 +62,13 @@ class ExportSummary:
     files: list[str] = field(default_factory=list)
 
     def sentences(self) -> list[str]:
-        """What to tell of it."""
-        told = [f"{self.changed} weights were changed by training, {self.same} are the source's, byte for byte"]
-        told += [f"{count} weights under '{part}.' were carried along untouched" for part, count in self.carried.items()]
-        told += [f"{count} trained weights were rounded from {pair}" for pair, count in self.rounded.items()]
-        return [*told, f"files taken from the source: {', '.join(self.files) or 'none'}"]
+        """The summary as the command prints it."""
+        return [
+            f"{self.changed} weights were changed by training, {self.same} are the source's, byte for byte",
+            *(f"{count} weights under '{part}.' were carried along untouched" for part, count in self.carried.items()),
+            *(f"{count} trained weights were rounded from {pair}" for pair, count in self.rounded.items()),
+            f"files taken from the source: {', '.join(self.files) or 'none'}",
+        ]
 
 
 def write_published(checkpoint: Path, source: Path, target: Path, unused: Sequence[str] = ()) -> ExportSummary:
@@ -76,7 +77,8 @@ def write_published(checkpoint: Path, source: Path, target: Path, unused: Sequen
     Weights of the source that a run leaves out (``unused``: by its recipe) are carried along as they are.
     """
     trained, published = weight_files(checkpoint), weight_files(source)
-    origins = match_weights(_tensors(trained), _tensors(published), checkpoint, source, unused)
+    held, wanted = ({tensor.name: tensor for file in each for tensor in file.tensors} for each in (trained, published))
+    origins = match_weights(held, wanted, checkpoint, source, unused)
     places = {tensor.name: file.path for file in trained for tensor in file.tensors}
     target.mkdir(parents=True)
     summary = ExportSummary()
@@ -105,11 +107,8 @@ def match_weights(
     known = {common_name(name): tensor for name, tensor in trained.items()}
     if len(known) != len(trained):
         raise CheckpointError(f"'{checkpoint}' has two weights of one name but for its prefix; it cannot be exported.")
-    origins = {}
-    for name, tensor in published.items():
-        origin = _origin(name, tensor, known, checkpoint, source)
-        if origin is not None:
-            origins[name] = origin
+    found = {name: _origin(name, tensor, known, checkpoint, source) for name, tensor in published.items()}
+    origins = {name: origin for name, origin in found.items() if origin is not None}
     used = {origin.name for origin in origins.values()}
     homeless = [tensor.name for common, tensor in known.items() if tensor.name not in used and common != HEAD]
     if homeless:
@@ -117,14 +116,20 @@ def match_weights(
             f"'{source}' has no place for {len(homeless)} weights of '{checkpoint}', such as {homeless[0]}: it is not the "
             "checkpoint that the run started from. Name that one with --source."
         )
-    if strange := [name for name in published if name not in origins and not is_unloaded(name, unused)]:
+    if lacking := [name for name in published if name not in origins and not is_unloaded(name, unused)]:
         raise CheckpointError(
-            f"'{source}' has {len(strange)} weights that the model in '{checkpoint}' lacks: {told_by_part(strange)}. An "
+            f"'{source}' has {len(lacking)} weights that the model in '{checkpoint}' lacks: {told_by_part(lacking)}. An "
             "export with them would be another model than the one that was trained. Name the checkpoint that the run "
             "started from with --source, or export with --as-trained."
         )
-    if HEAD in known and known[HEAD].name not in used:  # the source's is tied: ours must still be the embeddings
-        _refuse_untied(known, checkpoint, source)
+    if HEAD in known and known[HEAD].name not in used:  # the source's head is tied: ours must equal the embeddings
+        tied = [known[HEAD], known[EMBEDDINGS]]
+        files = weight_files(checkpoint)
+        if len({file.bytes_of(tensor) for file in files for tensor in tied if tensor in file.tensors}) > 1:
+            raise CheckpointError(
+                f"'{checkpoint}' has a head of its own and '{source}' has none (its head is tied to its embeddings): it is "
+                "not the checkpoint that the run started from. Name that one with --source."
+            )
     return origins
 
 
@@ -132,33 +137,27 @@ def _origin(
     name: str, tensor: StoredTensor, known: dict[str, StoredTensor], checkpoint: Path, source: Path
 ) -> WeightOrigin | None:
     """Where a weight of the source is in the checkpoint; None if the run's model has no such weight."""
-    common = common_name(name)
+    common, shape = common_name(name), tensor.shape
     if common == HEAD and common not in known:
         common = EMBEDDINGS
-    found, shape = known.get(common), tensor.shape
-    if found is None:
-        return _expert_origin(common, shape, known)
-    if found.shape == shape:
-        return WeightOrigin(found.name)
-    if ".experts." in common and found.shape == (*shape[:-2], shape[-1], shape[-2]):
-        return WeightOrigin(found.name, transposed=True)
-    raise CheckpointError(
-        f"{name} is {list(shape)} in '{source}' and {list(found.shape)} in '{checkpoint}': it is not the checkpoint that "
-        "the run started from. Name that one with --source."
-    )
-
-
-def _expert_origin(common: str, shape: tuple[int, ...], known: dict[str, StoredTensor]) -> WeightOrigin | None:
-    """A single expert's weight inside the tensor of all experts."""
-    parts = EXPERT.fullmatch(common)
-    if parts is None:
+    if (found := known.get(common)) is not None:
+        if found.shape == shape:
+            return WeightOrigin(found.name)
+        if ".experts." in common and found.shape == (*shape[:-2], shape[-1], shape[-2]):
+            return WeightOrigin(found.name, transposed=True)
+        raise CheckpointError(
+            f"{name} is {list(shape)} in '{source}' and {list(found.shape)} in '{checkpoint}': it is not the checkpoint "
+            "that the run started from. Name that one with --source."
+        )
+    expert = EXPERT.fullmatch(common)  # a single expert's weight, inside the tensor of all experts
+    if expert is None:
         return None
-    down = parts[3] == "down"
-    fused = known.get(f"{parts[1]}.{'down_proj' if down else 'gate_up_proj'}")
+    down = expert[3] == "down"
+    fused = known.get(f"{expert[1]}.{'down_proj' if down else 'gate_up_proj'}")
     rows, columns = shape
     if fused is None or fused.shape[1:] != ((rows if down else 2 * rows), columns):
         return None
-    return WeightOrigin(fused.name, expert=int(parts[2]), half=None if down else ("gate", "up").index(parts[3]))
+    return WeightOrigin(fused.name, expert=int(expert[2]), half=None if down else ("gate", "up").index(expert[3]))
 
 
 def _write_file(
@@ -175,39 +174,17 @@ def _write_file(
             with safe_open(places[origin.name], "pt") as opened:
                 new = origin.take(opened.get_tensor(origin.name))
             old = own.get_tensor(tensor.name)
-            if torch.equal(old.to(new.dtype), new):  # not trained, or not by more than its precision shows
+            if torch.equal(old.to(new.dtype), new):  # not trained, or by less than its precision
                 summary.same += 1
                 return file.bytes_of(tensor)
             summary.changed += 1
             if old.element_size() < new.element_size():
-                summary.rounded[f"{_word(new.dtype)} to {_word(old.dtype)}"] += 1
+                summary.rounded[f"{new.dtype} to {old.dtype}".replace("torch.", "")] += 1
             return raw_bytes(new.to(old.dtype))
 
         file.write_like(target / file.path.name, content)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU as a weight file holds them; not a copy of a contiguous one."""
+    """The bytes of a CPU tensor as in a weight file; no copy of a contiguous one."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _refuse_untied(known: dict[str, StoredTensor], checkpoint: Path, source: Path) -> None:
-    """A head of its own cannot be written into a layout that has none."""
-    tensors = []
-    for file in weight_files(checkpoint):
-        for name in (HEAD, EMBEDDINGS):
-            if known[name] in file.tensors:
-                tensors.append(file.bytes_of(known[name]))
-    if len(set(tensors)) > 1:
-        raise CheckpointError(
-            f"'{checkpoint}' has a head of its own and '{source}' has none (its head is tied to its embeddings): it is not "
-            "the checkpoint that the run started from. Name that one with --source."
-        )
-
-
-def _tensors(files: list[WeightFile]) -> dict[str, StoredTensor]:
-    return {tensor.name: tensor for file in files for tensor in file.tensors}

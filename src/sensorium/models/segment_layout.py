@@ -1,4 +1,4 @@
-"""How a stored segment looks to the language model: placeholders expanded, positions laid out, feature slots marked."""
+"""A stored segment as the language model sees it: placeholders expanded, positions, and slots for features."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# Where features go, in order: (first token, how many) of each unbroken run. A video with timestamps has several.
 Runs = tuple[tuple[int, int], ...]
-"""Where features go, in order: (first token, how many) of each unbroken run. A video with timestamps has several."""
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """What the placeholder of a medium becomes: token ids, and the runs of them that take its features."""
+    """The expansion of a medium's placeholder: token ids, and the runs of them that take its features."""
 
     ids: tuple[int, ...]
     runs: Runs
 
     @property
     def count(self) -> int:
-        """How many features it takes."""
-        return _total(self.runs)
+        """The number of features."""
+        return sum(count for _, count in self.runs)
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Slot:
 
     @property
     def start(self) -> int:
-        """The first of these tokens."""
+        """The first token."""
         return self.runs[0][0]
 
     @property
     def count(self) -> int:
-        """How many features it takes."""
-        return _total(self.runs)
+        """The number of features."""
+        return sum(count for _, count in self.runs)
 
     def moved(self, by: int) -> Slot:
-        """The same slot where its segment begins ``by`` tokens later."""
+        """The same slot if its segment begins ``by`` tokens later."""
         return Slot(self.media, tuple((start + by, count) for start, count in self.runs))
 
     def place(self, features: Features, row: int = 0) -> Placement:
@@ -79,24 +79,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Features:
-    """What a tower makes of one medium: embeddings, and deepstack levels where the family has them."""
+    """The features of one medium: embeddings, and deepstack levels where the family has them."""
 
     embeds_NH: Tensor
     deepstack_NH: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Memory they take."""
+        """Bytes in memory."""
         return sum(tensor.nbytes for tensor in (self.embeds_NH, *self.deepstack_NH))
 
     def rows(self, rows_K: Tensor) -> Features:
-        """Some of them."""
+        """The features of these rows."""
         return Features(self.embeds_NH[rows_K], tuple(level_NH[rows_K] for level_NH in self.deepstack_NH))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Features that take the places ``runs`` of a row of a batch."""
+    """Features and the tokens ``runs`` of a batch's row that take them."""
 
     row: int
     runs: Runs
@@ -104,27 +104,21 @@ class Placement:
 
 
 def placements(layout: Layout, features: Mapping[Media, Features], row: int = 0, offset: int = 0) -> list[Placement]:
-    """Where the features of a segment go when its first token stands at ``offset`` of a row; a wrong count is refused."""
+    """Where the features of a segment go whose first token is at ``offset`` of a row; a wrong count is refused."""
     return [slot.moved(offset).place(features[slot.media], row) for slot in layout.slots]
 
 
 def expansion_of(ids: Sequence[int], token: int) -> Expansion:
     """Tokens among which each ``token`` takes a feature."""
-    shown = (list(places) for one, places in groupby(range(len(ids)), ids.__getitem__) if one == token)
-    return Expansion(tuple(ids), tuple((places[0], len(places)) for places in shown))
+    runs = (list(places) for one, places in groupby(range(len(ids)), ids.__getitem__) if one == token)
+    return Expansion(tuple(ids), tuple((places[0], len(places)) for places in runs))
 
 
 def mismatch(media: Media, what: str) -> SpanMismatch:
-    """The error that names the item whose placeholders and features disagree."""
+    """An error that names the item whose placeholders and features disagree."""
     return SpanMismatch(f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'}): {what}.")
 
 
-def _total(runs: Runs) -> int:
-    return sum(count for _, count in runs)
-
-
 def sent_to(device: torch.device, table: Tensor) -> Tensor:
-    """A table of the CPU on a device. From pinned memory: a copy from elsewhere waits until all work before it is done."""
-    if device.type != "cuda":
-        return table.to(device)
-    return table.pin_memory().to(device, non_blocking=True)
+    """A CPU tensor on a device, from pinned memory: a copy from other memory waits for all earlier GPU work."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

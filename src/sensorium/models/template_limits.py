@@ -1,8 +1,8 @@
-"""Bounds on a checkpoint's chat template, which is code from whoever published it: time, memory and output.
+"""Bounds on a checkpoint's chat template, which is code of its publisher: time, memory and output.
 
-transformers renders templates in a sandbox that has no such bounds: two nested loops of 99,999 rounds never end, and
-``'a' * 10**10`` takes 10 GB. Here a watching thread ends a rendering that takes too long or too much memory by an exception
-in the thread that renders, and texts that one operation would make are bounded before it does.
+transformers renders templates in a sandbox without such bounds: two nested loops of 99,999 rounds never end, and
+``'a' * 10**10`` takes 10 GB. Here a watching thread ends a rendering that takes too long or too much memory, by an
+exception in the rendering thread, and every operation that makes a text checks its size first.
 """
 
 import ctypes
@@ -17,30 +17,27 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-MOST_S = 20.0
-"""Seconds for one rendering; real templates take milliseconds."""
-MOST_BYTES = 1 << 30
-"""Growth of the process while one conversation is rendered, looked at from ``LOOK_S`` on."""
-MOST_CHARACTERS = 1 << 24
-"""Characters that a rendering may have beyond those of its messages."""
-MOST_TEXT = 1 << 26
-"""The longest text or list that one operation may make."""
+MOST_S = 20.0  # for one rendering; real templates take milliseconds
+MOST_BYTES = 1 << 30  # growth of the process during a rendering, measured from ``LOOK_S`` on
+MOST_CHARACTERS = 1 << 24  # written beyond the characters of the messages
+MOST_TEXT = 1 << 26  # longest text or list that one operation may make
 LOOK_S = 0.05
+WIDTH = re.compile(r"\d{8,}|\*")  # in a format: a width of 10 million characters or more, or one that is an argument
+_COMPILING = threading.Lock()
 
 
 class TemplateBeyondBounds(Exception):
-    """A rendering that took too long, too much memory, or wrote too much."""
+    """A rendering takes too long or too much memory, or writes too much."""
 
     def __str__(self) -> str:
         return self.args[0] if self.args else f"it took more than {MOST_S:g} s or {MOST_BYTES >> 20} MiB of memory"
 
 
 def bound_texts(template: str) -> None:
-    """Compile a template, once, so that no single operation of it makes a text or list beyond ``MOST_TEXT``.
+    """Compile a template so that none of its operations makes a text or list beyond ``MOST_TEXT``.
 
-    The watching thread ends a template between operations only: a text that doubles takes 4 GB in its 32nd one.
-    transformers keeps compiled templates, and decides what an operator does when it compiles: so its sandbox is changed
-    for that moment only.
+    The watching thread ends a template only between operations, and a text that doubles takes 4 GB in its 32nd one.
+    transformers caches compiled templates, and operators are bound at compile time, so its sandbox is changed only for it.
     """
     from jinja2.sandbox import ImmutableSandboxedEnvironment as sandbox  # noqa: N813
     from transformers.utils import chat_template_utils
@@ -62,7 +59,7 @@ def bound_texts(template: str) -> None:
 
 
 def _without_constants(usual: Any) -> Any:
-    """Jinja's code generator, which computes nothing itself: ``'a'|center(10**10)`` waits until it is bounded."""
+    """Jinja's code generator without constant folding, so that ``'a'|center(10**10)`` is computed under the bounds."""
     from jinja2 import nodes
 
     class Generator(usual):
@@ -75,11 +72,6 @@ def _without_constants(usual: Any) -> Any:
             return super()._output_child_to_const(node, frame, finalize)
 
     return Generator
-
-
-_COMPILING = threading.Lock()
-WIDTH = re.compile(r"\d{8,}|\*")
-"""In a format: a width of 10 million characters or more, or one that is given beside it."""
 
 
 def _within(size: int) -> None:
@@ -119,7 +111,7 @@ def _joined(parts: Iterable[Any]) -> str:
 
 
 def _bounded_call(usual: Callable[..., Any], context: Any, function: Any, *given: Any, **named: Any) -> Any:
-    """A call of a template: methods of texts are bounded by what they would make."""
+    """A call in a template; methods of texts are checked first."""
     method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
     text = getattr(method, "__self__", None)
     if isinstance(text, str):
@@ -130,7 +122,7 @@ def _bounded_call(usual: Callable[..., Any], context: Any, function: Any, *given
 
 
 def _bounded_filter(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(usual)  # jinja marks some of them to be given the environment first
+    @wraps(usual)  # keeps jinja's mark of filters that take the environment first
     def bounded(*given: Any, **named: Any) -> Any:
         at = 1 if hasattr(usual, "jinja_pass_arg") else 0
         text, rest = given[at], given[at + 1 :]
@@ -147,7 +139,7 @@ def _bounded_filter(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _size(name: str, text: str, given: Sequence[Any]) -> int:
-    """Characters that a method of a text may make, at most."""
+    """The most characters that a method of a text can make."""
     numbers = [one for one in given if isinstance(one, int)]
     if name == "replace" and len(given) > 1:
         return len(text) + text.count(str(given[0])) * len(str(given[1]))
@@ -163,7 +155,7 @@ def _size(name: str, text: str, given: Sequence[Any]) -> int:
 
 
 def bounded_rendering(render: Callable[[], str], characters: int) -> str:
-    """What a template writes for messages of so many characters; TemplateBeyondBounds where it takes too much."""
+    """The text that ``render`` returns for messages of so many characters, or TemplateBeyondBounds."""
     with _WATCH.watching():
         text = render()
     if len(text) > characters + MOST_CHARACTERS:
@@ -172,14 +164,14 @@ def bounded_rendering(render: Callable[[], str], characters: int) -> str:
 
 
 class _Watch:
-    """One thread that looks at all renderings of this process, for as long as there are any."""
+    """One thread that watches all renderings of this process."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin without renderings, also in a forked child: it has no threads, and its copy of the lock may be held."""
-        # Threads that render take the lock itself: Condition.__enter__ is Python code, and an exception that ends a
+        """Start without renderings, also in a forked child: it has no threads, and its copy of the lock may be held."""
+        # Rendering threads take the lock itself: Condition.__enter__ is Python code, and the exception that ends a
         # rendering could come between its two lines and leave the lock held.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -188,7 +180,7 @@ class _Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Bound what this thread renders. A rendering inside of another is part of that one, which began earlier."""
+        """Watch this thread's rendering. A rendering inside another belongs to the outer one."""
         thread = threading.get_ident()
         if thread in self._running:
             yield
@@ -203,7 +195,7 @@ class _Watch:
             yield
         finally:
             with self._lock:
-                if self._running.pop(thread, None) is None:  # it was ended: an exception that is still to come must not
+                if self._running.pop(thread, None) is None:  # it was ended: discard an exception that is still pending
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
     def _look(self) -> None:
@@ -225,7 +217,7 @@ class _Watch:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now; 0 where the system does not say."""
+    """Resident memory of this process; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
