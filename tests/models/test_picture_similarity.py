@@ -33,7 +33,7 @@ def test_dreamsims_ensemble_is_read_from_a_folder_of_models(tmp_path: Path) -> N
         token = dino(pixels, output_hidden_states=True).hidden_states[-1][0, 0]
         joined = torch.cat([clip(pixels).image_embeds[0], token])
         wanted = joined / joined.norm() - (joined / joined.norm()).mean()
-        assert torch.allclose(ensemble._embedded(black), wanted, atol=1e-5)
+        assert torch.allclose(ensemble.embed(black), wanted, atol=1e-5)
     assert 0 <= ensemble.score(black, other) < 1
     (tmp_path / "own" / "dino_vitb16_lora").mkdir(parents=True)
     (tmp_path / "own" / "clip_vitb16_pretrain.pth.tar").touch()

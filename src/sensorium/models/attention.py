@@ -1,4 +1,4 @@
-"""Attention as an object of the caller's: one function in transformers' registry forwards every layer to it.
+"""Attention as an object that the caller passes: one function in transformers' registry forwards every layer to it.
 
 Axes: B rows, H query heads, K key and value heads, T tokens, D head size.
 """
@@ -16,7 +16,7 @@ from sensorium.models.family import IMPLEMENTATION
 
 
 class Attention(Protocol):
-    """What the tokens of one forward see. Called once per layer, and again where a layer is recomputed: it is repeatable.
+    """The attention of one forward. Called once per layer, and again where a layer is recomputed: it must be repeatable.
 
     Keys and values come unrepeated and already rotated; the result is [B, T, H, D].
     """
@@ -41,36 +41,29 @@ def masked_attention(
     share = query_BHTD.shape[1] // key_BKSD.shape[1]
     if share > 1 and mask is not None and query_BHTD.is_cuda:
         return folded_attention(query_BHTD, key_BKSD, value_BKSD, scaling, mask)
-    out_BHTD = scaled_dot_product_attention(
-        query_BHTD,
-        key_BKSD,
-        value_BKSD,
-        attn_mask=mask,
-        is_causal=causal and mask is None,
-        scale=scaling,
-        enable_gqa=share > 1,
-    )
+    settings: dict[str, Any] = {"is_causal": causal and mask is None, "scale": scaling, "enable_gqa": share > 1}
+    out_BHTD = scaled_dot_product_attention(query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, **settings)
     return out_BHTD.transpose(1, 2)
 
 
 def finer(x: Tensor) -> Tensor:
-    """What attention without a gradient computes with: bfloat16 numbers as float16, which holds them exactly up to 65,504.
+    """The input of attention without a gradient: bfloat16 as float16, which holds it exactly up to 65,504.
 
-    The kernels round attention weights to the kind of the values. Rounded to 11 bits instead of 8, engine and learner,
-    which take the weights in another order, round their results to the same bfloat16 number far more often.
+    The kernels round attention weights to the dtype of the values. With 11 bits instead of 8, engine and learner, which sum
+    the weights in a different order, round their results to the same bfloat16 number far more often.
     """
     return x.half() if x.dtype == torch.bfloat16 else x
 
 
 def one_row(x_1HTD: Tensor) -> Tensor:
-    """The heads of a single row as [T, H, D]. Squeezed, not indexed: an index has a gradient that is written out anew."""
+    """The heads of a single row as [T, H, D]. Squeezed, not indexed: the gradient of an index is a full copy."""
     return x_1HTD.squeeze(0).transpose(0, 1)
 
 
 def causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
     """Causal attention as [B, T, H, D], without a gradient.
 
-    In 16 bits on CUDA by flash attention, which the learner uses too: the same kernel leaves the same bits on both sides.
+    In 16 bits on CUDA by flash attention, as in the learner: the same kernel gives the same bits on both sides.
     """
     size, length = query_BHTD.shape[-1], query_BHTD.shape[2]
     if not query_BHTD.is_cuda or query_BHTD.dtype == torch.float32 or size % 8 or size > 256 or length < 2:
@@ -83,7 +76,7 @@ def causal_attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
 
 
 def folded_attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scaling: float, mask: Tensor) -> Tensor:
-    """Masked attention with query heads that share a key head as further queries of it: no key is repeated.
+    """Masked attention with the query heads of a key head as further queries of it: no key is repeated.
 
     On CUDA a mask together with enable_gqa falls back to the kernel that writes out every attention weight.
     """

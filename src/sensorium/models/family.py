@@ -1,6 +1,6 @@
-"""What a model family answers, in two halves: how media stand in a context, and how the model computes.
+"""The two halves of a model family: how media become tokens, and how the model computes.
 
-``MediaFormat`` needs a checkpoint's config and processor only; ``Family`` wraps a loaded model with its weights.
+``MediaFormat`` needs only a checkpoint's config and processor; ``Family`` wraps a loaded model with its weights.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from sensorium.vocabulary.decoding import FrameRule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-IMPLEMENTATION = "sensorium"
-"""The name under which transformers knows our attention (``models/attention.py``)."""
+IMPLEMENTATION = "sensorium"  # the name of our attention in transformers' registry (``models/attention.py``)
 
 
 class MediaFormat(Protocol):
     """How a family's media become tokens and positions. Built as ``MediaFormat(config, processor)``; no processor for text.
 
     ``placeholders`` and ``preprocessors`` have an entry for each kind of medium that the family takes.
-    ``written_tokens`` names the special tokens that a model of the family may write in answers (boxes, for one). Other
-    special tokens are never sampled, but for those that end a response.
+    ``written_tokens``: special tokens that a model of the family may write in answers (boxes, for example). Other special
+    tokens are never sampled, except those that end a response. ``frame_rule``: how frames of a video are sampled and sized
+    where its parameters leave it open.
 
-    Two mappings are empty for most families. ``stand_ins``: texts by which the template shows a medium and which are no
-    tokens, with the special token that stands for them in stored segments. ``joined``: kinds whose expansion is text that
-    joins its neighbours, with the text that it takes from the end of what stands before, and what it puts before what
-    follows.
+    Three mappings are empty for most families. ``own_marks``: kinds whose expansion has its own start and end marks; the
+    template's marks around it are dropped. ``stand_ins``: texts that the template writes for a medium and that are no
+    tokens, with the special token that replaces them in stored segments. ``joined``: kinds whose expansion is text that
+    joins its neighbours, with the text that it removes from the end of the text before, and puts before the text after.
     """
 
     @property
@@ -46,14 +46,10 @@ class MediaFormat(Protocol):
     def joined(self) -> Mapping[MediaKind, tuple[str, str]]: ...
 
     @property
-    def frame_rule(self) -> FrameRule:
-        """By which rule the frames of a video are taken, and how large they are, where nothing is said."""
-        ...
+    def frame_rule(self) -> FrameRule: ...
 
     @property
-    def own_marks(self) -> Mapping[MediaKind, tuple[int, int]]:
-        """Kinds whose expansion brings its start and end marks: those that the template writes around it are left out."""
-        ...
+    def own_marks(self) -> Mapping[MediaKind, tuple[int, int]]: ...
 
     @property
     def preprocessors(self) -> Mapping[MediaKind, Preprocessor]: ...
@@ -61,11 +57,11 @@ class MediaFormat(Protocol):
     def __init__(self, config: Any, processor: Any) -> None: ...
 
     def expand(self, extent: Extent) -> Expansion:
-        """What stands in a context for a medium of this extent."""
+        """The tokens of a medium of this extent."""
         ...
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """Positions [3, T] of a segment that holds media and starts at 0, as the published weights were trained."""
+        """Positions [3, T] of a segment with media, starting at 0, as the published weights were trained."""
         ...
 
 
@@ -74,12 +70,12 @@ class HearsInVideo(Protocol):
     """A media format that interleaves a video with its sound (``use_audio_in_video``)."""
 
     def interleave(self, video: Extent, sound: Extent) -> tuple[tuple[int, ...], Runs, Runs]:
-        """What stands in a context for the pair: token ids, the runs that take the video's features, the sound's runs."""
+        """The tokens of the pair: ids, the runs that take the video's features, and the sound's runs."""
         ...
 
 
 class Tower(Protocol):
-    """The part of a model that encodes pictures and videos, or sounds. All its parameters are those of ``module``."""
+    """The part of a model that encodes pictures and videos, or sounds. ``module`` has all its parameters."""
 
     module: nn.Module
 
@@ -91,11 +87,11 @@ class Tower(Protocol):
 class Family(Protocol):
     """An adapter over a stock transformers model. Built as ``Family(model)``.
 
-    ``media_format`` is the class of the family's other half. ``language_model`` has ``embed_tokens``, ``layers``, ``norm``
-    and ``rotary_emb``. ``attention`` is the argument of transformers' ``attn_implementation`` that hands the language
-    model's attention to the caller. ``groups`` gives the parameter-name prefixes of each group; a name goes to the group
-    with the longest prefix that fits. ``towers`` has an entry for each kind of medium that the family takes. A shipped one
-    also has ``facts`` (``recipe/family_facts.py``), which a family of your own may leave out: then it has no tiny model.
+    ``media_format`` is the class of the other half. ``language_model`` has ``embed_tokens``, ``layers``, ``norm`` and
+    ``rotary_emb``. ``attention`` is transformers' ``attn_implementation`` that hands the language model's attention to the
+    caller. ``groups``: parameter-name prefixes of each group; the longest prefix that fits decides. ``towers`` has an entry
+    for each kind of medium that the family takes. A shipped family also has ``facts`` (``recipe/family_facts.py``); one of
+    your own may leave them out, and then has no tiny model.
     """
 
     media_format: ClassVar[type[MediaFormat]]

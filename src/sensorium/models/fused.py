@@ -1,4 +1,14 @@
-"""Decoder layers with fused norms, rotation and gate around the linear layers of the stock modules."""
+"""Decoder layers with fused norms, rotation and gate around the linear layers of the stock modules.
+
+They replace the stock layers' forward on CUDA, with the same parameters and signature. The residual stream is float32
+between them: in bfloat16, rounding its 72 sums made most of the difference between two ways to compute a log-prob. Each
+kind of layer is compared with its stock forward, values and gradients, before it is used; where they disagree, or a layer
+is unknown, the stock layers are used, with a warning.
+
+Autograd would keep every product's input for its weight's gradient. Here norms and gates are recomputed in the backward
+pass from the residual stream and from gate and up, by two kernels: Qwen2.5-VL-3B keeps 61 kB a token and layer instead of
+91. Axes: N tokens, W width, F inner size; weights are [out, in].
+"""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -17,20 +27,27 @@ from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, Norm
 from sensorium.kernels.layer_torch import column_sums
 from sensorium.models.attention import Attention, MaskedAttention
 
-# Autograd would keep every product's input for its weight's gradient. Here norms and gates are computed again in the
-# backward pass, from the residual stream and from gate and up, which takes two kernels and no product. Of Qwen2.5-VL-3B
-# a layer keeps 61 kB a token instead of 91. Axes: N tokens, W width, F inner size; weights are [out, in].
+DecoderLayer = Callable[..., Tensor]
+# False: activations are kept. "selective": those of the MLP are recomputed. True: whole layers are.
+Recomputation = bool | Literal["selective"]
+# Largest relative deviation of values and gradients from the stock layer's in float32.
+BOUND = 1e-5
+# In 16 bits both are rounded: how much farther than the stock layer from the layer in float32. On an H200, in 18 trials
+# of four tiny families and of Qwen2.5-VL-3B's shape, the stock layer is 0.009 to 0.042 off, a fused one 0.66 to 1.1 times
+# that.
+FACTOR = 1.5
+TRIAL_TOKENS = 48
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a linear layer is nothing but its weight and bias: adapters and hooks are not seen here."""
+    """Whether a linear layer is only its weight and bias, without adapters or hooks."""
     return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 class NormedProducts(torch.autograd.Function):
     """(x, gain, eps, weight, bias, weight, bias, …) → linear layers of the norm of x, in order, and x itself.
 
-    Who goes on with x takes it from here: then its gradient is added to the norm's in the norm's kernel.
+    Later layers take x from here: then its gradient is added to the norm's in the norm's kernel.
     """
 
     @staticmethod
@@ -61,8 +78,8 @@ class NormedProducts(torch.autograd.Function):
 class RotatedProducts(torch.autograd.Function):
     """(x, gain, eps, cos, sin, three weights, three biases) → queries, keys, values of the norm of x, and x itself.
 
-    Queries and keys are rotated. The three are one product, forward and backward. Biases are None, or all are there. As of
-    ``NormedProducts``, who goes on with x takes it from here.
+    Queries and keys are rotated. The three are one product, forward and backward. Either all biases are None or none is.
+    Later layers take x from here, as from ``NormedProducts``.
     """
 
     @staticmethod
@@ -99,8 +116,8 @@ class RotatedProducts(torch.autograd.Function):
 class GatedBlock(torch.autograd.Function):
     """(x, out, residual, gain, eps, gate, up, down, keep, fine) → s + down(silu(gate·n) · up·n), n = norm of s.
 
-    s = residual + out·x; where ``out`` is None, residual + x. Unless ``keep``, the products with gate and up are computed
-    again in the backward pass: of 69 kB a token 25 are kept. ``fine``: the values are computed from float16 activations
+    s = residual + out·x; where ``out`` is None, residual + x. Unless ``keep``, the products with gate and up are recomputed
+    in the backward pass: 25 of 69 kB a token are kept. ``fine``: values are computed from float16 activations
     (``LayerParts.fine``); gradients as without.
     """
 
@@ -160,49 +177,28 @@ class GatedBlock(torch.autograd.Function):
 
 
 def _summed_products(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The gradient of what several linear layers were given."""
+    """The gradient of the shared input of several linear layers."""
     summed = gradients[0] @ weights[0]
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         summed = torch.addmm(summed, gradient, weight)
     return summed
 
 
-# Used on CUDA in place of a stock layer's own forward, with its parameters and signature. The residual stream is
-# float32 between them, so that 72 sums are not rounded to eight bits one after the other: most of the difference
-# between two ways to compute the same log-prob in bfloat16 came from there. Each kind of layer is held against its
-# stock forward, values and gradients, before it is used; where they disagree, or the layer is not known, the stock
-# layers are used, with a warning that says why.
-
-
-DecoderLayer = Callable[..., Tensor]
-# False: activations are kept. "selective": those of the MLP are computed again. True: whole layers are.
-Recomputation = bool | Literal["selective"]
-# How far values and gradients may be from the stock layer's in float32, relative to the largest.
-BOUND = 1e-5
-# In 16 bits both are rounded: how much farther than the stock layer from the layer in float32. On an H200, in 18 trials
-# of four tiny families and of Qwen2.5-VL-3B's shape, the stock layer is 0.009 to 0.042 off, a fused one 0.66 to 1.1 times
-# that.
-FACTOR = 1.5
-TRIAL_TOKENS = 48
-
-
 class LayerStack:
-    """Decoder layers, and the norm after them, on a residual stream of a kind of their own (None: the embeddings')."""
+    """Decoder layers and the norm after them; ``stream`` is the dtype of the residual stream (None: the embeddings')."""
 
     def __init__(self, layers: Sequence[DecoderLayer], norm: Callable[[Tensor], Tensor], stream: torch.dtype | None = None):
-        self.layers = layers
-        self.norm = norm
-        self.stream = stream
+        self.layers, self.norm, self.stream = layers, norm, stream
 
     def recomputes(self, how: Recomputation) -> bool:
-        """Whether whole layers are to be recomputed; fused ones recompute a part of theirs where that is asked."""
+        """Whether whole layers are recomputed; fused ones recompute a part of theirs for ``selective``."""
         fused = [layer for layer in self.layers if isinstance(layer, FusedLayer)]
         for layer in fused:
             layer.lean = how == "selective"
         return how is True or (how == "selective" and not fused)
 
     def enter(self, hidden_BTH: Tensor) -> Tensor:
-        """Embeddings as the residual stream begins."""
+        """Embeddings in the dtype of the residual stream."""
         return hidden_BTH if self.stream is None else hidden_BTH.to(self.stream)
 
 
@@ -211,12 +207,11 @@ class FusedLayer:
 
     def __init__(self, parts: LayerParts) -> None:
         self._parts = parts
-        self.lean = False  # computes products of the MLP again in the backward pass instead of keeping them
+        self.lean = False  # recomputes products of the MLP in the backward pass
 
     def __call__(
         self, hidden_BTW: Tensor, *, position_embeddings: tuple[Tensor, Tensor], sensorium_attention: Attention
     ) -> Tensor:
-        """What the stock layer returns."""
         parts = self._parts
         query, key, value, hidden_BTW = self._projected(hidden_BTW, position_embeddings)
         seen_BTHD = sensorium_attention(
@@ -230,19 +225,17 @@ class FusedLayer:
         return self._parts.fine
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
-        """RMSNorm in the kind of its weight."""
-        normed: Tensor = Norm.apply(x, norm.weight, norm.eps)
-        return normed
+        """RMSNorm in the dtype of its weight."""
+        return Norm.apply(x, norm.weight, norm.eps)
 
     def _projected(self, hidden_BTW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Rotated queries and keys and values [B, T, heads, D] of the normed stream, and the stream."""
+        """Rotated queries and keys, and values, [B, T, heads, D] of the normed stream, and the stream."""
         parts, before = self._parts, self._parts.before
         layers = (parts.query, parts.key, parts.value)
         plain = all(is_plain(layer) for layer in layers)
         if plain and parts.norms is None and len({layer.bias is None for layer in layers}) == 1:
             weights = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
-            together: tuple[Tensor, ...] = RotatedProducts.apply(hidden_BTW, before.weight, before.eps, *angles, *weights)
-            return together
+            return RotatedProducts.apply(hidden_BTW, before.weight, before.eps, *angles, *weights)
         if plain:
             weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
             *several, hidden_BTW = NormedProducts.apply(hidden_BTW, before.weight, before.eps, *weights)
@@ -256,7 +249,7 @@ class FusedLayer:
         return query, key, value, hidden_BTW
 
     def _second_half(self, seen_BTW: Tensor, hidden_BTW: Tensor) -> Tensor:
-        """The stream after what attention saw is projected and added to it, and the MLP or the experts."""
+        """The stream after the output projection and the MLP or the experts."""
         out, inner, between = self._parts.out, self._parts.inner, self._parts.between
         if isinstance(inner, GatedMLP) and all(map(is_plain, (inner.gate, inner.up, inner.down))):
             layers = (inner.gate, inner.up, inner.down)
@@ -264,10 +257,9 @@ class FusedLayer:
                 plain = is_plain(out) and out.bias is None
                 given = (seen_BTW, out.weight) if plain else (wide_linear(out, seen_BTW), None)
                 weights = [layer.weight for layer in layers]
-                block: Tensor = GatedBlock.apply(
+                return GatedBlock.apply(
                     *given, hidden_BTW, between.weight, between.eps, *weights, not self.lean, self._parts.fine
                 )
-                return block
         projected_BTW = wide_linear(out, seen_BTW)
         normed_BTW, sum_BTW = AddNorm.apply(projected_BTW, hidden_BTW, between.weight, between.eps)
         if self.lean and torch.is_grad_enabled():
@@ -275,7 +267,6 @@ class FusedLayer:
         return sum_BTW + self._inner(normed_BTW)
 
     def _inner(self, normed_BTW: Tensor) -> Tensor:
-        """An MLP with adapters, or experts."""
         inner = self._parts.inner
         if isinstance(inner, GatedMLP):
             return wide_linear(inner.down, Gate.apply(inner.gate(normed_BTW), inner.up(normed_BTW)))
@@ -283,7 +274,7 @@ class FusedLayer:
 
 
 def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> LayerStack:
-    """The layers of a language model fused, or the stock ones where that cannot be done."""
+    """The fused layers of a language model, or the stock ones where that fails."""
     layers = model.layers
     try:
         if model.embed_tokens.weight.is_cuda and find_spec("triton") is None:
@@ -300,7 +291,7 @@ def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Te
 
 
 def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-    """Hold a fused layer against the stock one on random input; raises ``UnknownLayer`` where they disagree."""
+    """Compare a fused layer with the stock one on random input; raises ``UnknownLayer`` where they disagree."""
     weight = layer.input_layernorm.weight
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(1, TRIAL_TOKENS, weight.shape[0], generator=generator) for _ in range(2)]

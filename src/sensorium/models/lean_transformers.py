@@ -1,10 +1,8 @@
 """Imports two parts of transformers without scikit-learn and scipy.
 
-Where these are installed, transformers imports them, for one option of assisted generation and for the losses of object
-detection, which nothing here uses: a fourth of the CPU time that a process takes to start. Importing those two parts
-while they look absent leaves everything else of transformers, and the packages themselves, as they are.
-
-Both are imported right after transformers is, wherever that happens; importing this module imports neither of them.
+Where these are installed, transformers imports them, for one option of assisted generation and for losses of object
+detection, which nothing here uses: a quarter of a process' start. The two parts are imported right after transformers,
+while scikit-learn and scipy look absent; everything else, and the packages themselves, stay as they are.
 """
 
 import sys
@@ -17,10 +15,10 @@ import sensorium.models.torchvision_fix  # noqa: F401  (the losses import image 
 
 
 class TransformersFinder(MetaPathFinder):
-    """Finds transformers where Python does, and imports the two parts once it is executed."""
+    """Finds transformers where Python does, and imports the two parts after it is executed."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The usual spec, whose loader goes on with the two parts; only for transformers."""
+        """The usual spec of transformers, whose loader then imports the two parts."""
         spec = PathFinder.find_spec(name, path, target) if name == "transformers" else None
         if spec is None or spec.loader is None:
             return None

@@ -1,7 +1,7 @@
 """Decoder layers in which a token's result depends on its own context alone (``model.precision: matched``).
 
-Engine and learner run these same layers, over the same linear layers of the stock modules; only where attention finds its
-keys differs. So what was sampled is what is trained, bit for bit. ``matched_ops`` says how sums are ordered.
+Engine and learner run these layers, over the same linear layers of the stock modules; only where attention finds its keys
+differs. So what was sampled is what is trained, bit for bit. ``matched_ops`` defines the order of sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,6 @@ class MatchedLayer:
     def __call__(
         self, hidden_BTW: Tensor, *, position_embeddings: tuple[Tensor, Tensor], sensorium_attention: Attention
     ) -> Tensor:
-        """What the stock layer returns."""
         parts, ops = self._parts, self._ops
         normed_BTW = ops.norm(hidden_BTW, parts.before)
         layers = (parts.query, parts.key, parts.value)
@@ -64,7 +63,7 @@ class MatchedLayer:
 
 
 def matched_layers(model: Any, ops: MatchedOps) -> LayerStack:
-    """The layers of a language model; one that cannot be computed token by token is refused."""
+    """The matched layers of a language model; one that cannot be computed token by token is refused."""
     try:
         layers = [MatchedLayer(parts_of(layer), ops) for layer in model.layers]
         norm: Callable[[Tensor], Tensor] = partial(ops.norm, norm=norm_of(model.norm))
@@ -87,36 +86,34 @@ def matched_logprobs(logits_MV: Tensor, targets_M: Tensor, forbidden_F: Tensor, 
     return log_probs(chosen_M, weights_MV.sum(-1), logits_MV.shape[-1]).float()
 
 
-# Alone, a medium always gives the same features. In company it does so where every operation treats a row by itself. A Qwen
-# vision tower on CUDA is made of such operations, once its linear layers are matched products. The first pass over several
-# media is held against passes over single ones. Where a bit differs, and for other towers, each medium is a pass by itself.
-
-
 class MatchedLinears(TorchFunctionMode):
-    """Inside, linear layers are matched products."""
+    """Inside this mode, linear layers are matched products."""
 
     def __init__(self, ops: MatchedOps) -> None:
         super().__init__()
         self._ops = ops
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Any call of torch inside."""
         return (self._linear if func is linear else func)(*args, **(kwargs or {}))
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        found: Tensor = MatchedProduct.apply(x, weight, bias, x.dtype, self._ops)
-        return found
+        return MatchedProduct.apply(x, weight, bias, x.dtype, self._ops)
 
 
 class TowerCompany:
-    """Decides which media a tower encodes together. Without ``ops`` (precision ``fast``): all of them."""
+    """Decides which media a tower encodes in one pass. Without ``ops`` (precision ``fast``): all of them.
+
+    Alone, a medium always gives the same features. In a batch it does where every operation treats a row by itself, as in a
+    Qwen vision tower on CUDA whose linear layers are matched products. The first pass over several media is compared with
+    passes over single ones. Where a bit differs, and for other towers, each medium is a pass by itself.
+    """
 
     def __init__(self, ops: MatchedOps | None, device: torch.device) -> None:
         self._ops, self._device = ops, device
         self._shares: dict[Tower, bool] = {}
 
     def linears(self, tower: Tower) -> AbstractContextManager[Any]:
-        """What a pass of the tower, or the recomputation of its blocks, runs inside."""
+        """The context of a pass of the tower, and of the recomputation of its blocks."""
         return MatchedLinears(self._ops) if self._ops is not None and self._may_share(tower) else nullcontext()
 
     def together(

@@ -1,7 +1,7 @@
-"""Similarity by what a vision model makes of two pictures: DINO- and DreamSim-style terms, loaded from a local folder."""
+"""Similarity of two pictures by a vision model: DINO- and DreamSim-style terms, loaded from a local folder."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -9,81 +9,49 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
 
 from sensorium.vocabulary.errors import RecipeError
 
 Pixels = NDArray[np.uint8]
-Pooling = Literal["mean", "first"]
+SIDE = 224
 
 
-class EmbeddingSimilarity:
-    """A model of a folder (``config.json``, safetensors, ``preprocessor_config.json``), by transformers' AutoModel.
+class PictureSimilarity:
+    """Scores how alike two pictures are, from 0 to 1: the cosine of what ``embed`` makes of them, not below 0.
 
-    ``pooling`` is the mean of the last hidden states, scored (1 + cosine) / 2 as VAGEN does with DINOv2, or the first of
-    them (the class token), scored by the cosine itself, not below 0, as DreamSim's distance is 1 less the cosine.
+    ``shifted``: (1 + cosine) / 2 instead.
     """
 
-    def __init__(self, path: str, pooling: Pooling, device: str = "cpu") -> None:
-        if not (Path(path) / "config.json").is_file():
-            raise RecipeError(f"svg: '{path}' is no folder of a vision model: it has no config.json.")
-        self._processor, self._model = _loaded(Path(path), device)
-        self.pooling, self.device = pooling, torch.device(device)
+    def __init__(self, embed: Callable[[Pixels], Tensor], *, shifted: bool = False) -> None:
+        self.embed, self._shifted = embed, shifted
         self._lock = threading.Lock()
 
     def score(self, target: Pixels, drawn: Pixels) -> float:
-        """How alike two pictures are, from 0 to 1. They are embedded one by one, so the score is the same in any batch."""
+        """How alike two pictures are. They are embedded one by one, so the score is the same in any batch."""
         with self._lock, torch.inference_mode():
-            wanted, found = (self._embedded(picture) for picture in (target, drawn))
+            wanted, found = self.embed(target), self.embed(drawn)
             cosine = float(torch.nn.functional.cosine_similarity(wanted, found, dim=0))
-        if self.pooling == "mean":
-            return min(1.0, max(0.0, (1.0 + cosine) / 2.0))
-        return min(1.0, max(0.0, cosine))
-
-    def _embedded(self, picture: Pixels) -> Any:
-        pixels = self._processor(images=np.array(picture), return_tensors="pt")["pixel_values"]
-        hidden = self._model(pixel_values=pixels.to(self.device)).last_hidden_state[0].float()
-        return hidden.mean(0) if self.pooling == "mean" else hidden[0]
+        return min(1.0, max(0.0, (1.0 + cosine) / 2.0 if self._shifted else cosine))
 
 
-class EnsembleSimilarity:
-    """DreamSim's ensemble: a folder of folders, each a vision model (DINO, CLIP, OpenCLIP) with its LoRA merged into it.
+def _single(path: str, pooling: Literal["mean", "first"], device: str) -> PictureSimilarity:
+    """By a model of a folder (``config.json``, safetensors, ``preprocessor_config.json``).
 
-    Of a CLIP model the projected embedding counts, of others the class token of the last layer, before the final norm. They
-    are joined, divided by their length, their mean taken away; the score is the cosine, not below 0.
+    ``pooling``: the mean of the last hidden states, shifted as VAGEN does with DINOv2, or the first of them (the class
+    token), by the cosine itself, as DreamSim's distance is 1 - cosine.
     """
+    if not (Path(path) / "config.json").is_file():
+        raise RecipeError(f"svg: '{path}' is no folder of a vision model: it has no config.json.")
+    processor, model = _loaded(Path(path), device)
 
-    SIDE = 224
+    def embed(picture: Pixels) -> Tensor:
+        pixels = processor(images=np.array(picture), return_tensors="pt")["pixel_values"]
+        hidden = model(pixel_values=pixels.to(device)).last_hidden_state[0].float()
+        return hidden.mean(0) if pooling == "mean" else hidden[0]
 
-    def __init__(self, folders: Sequence[Path], device: str = "cpu") -> None:
-        self._members = [_loaded(folder, device) for folder in folders]
-        self.device = torch.device(device)
-        self._lock = threading.Lock()
-
-    def score(self, target: Pixels, drawn: Pixels) -> float:
-        """How alike two pictures are, from 0 to 1."""
-        with self._lock, torch.inference_mode():
-            wanted, found = (self._embedded(picture) for picture in (target, drawn))
-            return min(1.0, max(0.0, float(torch.nn.functional.cosine_similarity(wanted, found, dim=0))))
-
-    def _embedded(self, picture: Pixels) -> torch.Tensor:
-        from PIL import Image
-
-        resized = Image.fromarray(np.array(picture)).convert("RGB").resize((self.SIDE, self.SIDE), Image.Resampling.BICUBIC)
-        pixels = torch.from_numpy(np.array(resized)).to(self.device).permute(2, 0, 1).float() / 255
-        parts = []
-        for processor, model in self._members:
-            mean, std = (torch.tensor(each, device=self.device)[:, None, None] for each in _moments(processor))
-            seen = model(pixel_values=((pixels - mean) / std)[None], output_hidden_states=True)
-            projected = getattr(seen, "image_embeds", None)
-            parts.append((seen.hidden_states[-1][0, 0] if projected is None else projected[0]).float())
-        joined = torch.cat(parts)
-        joined = joined / joined.norm()
-        return joined - joined.mean()
-
-
-def _moments(processor: Any) -> tuple[list[float], list[float]]:
-    """The mean and deviation of colours that a model was trained with."""
-    return list(processor.image_mean), list(processor.image_std)
+    return PictureSimilarity(embed, shifted=pooling == "mean")
 
 
 def _loaded(folder: Path, device: str) -> tuple[Any, Any]:
@@ -101,14 +69,19 @@ def _loaded(folder: Path, device: str) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=4)
-def mean_similarity(path: str, device: str = "cpu") -> EmbeddingSimilarity:
-    """The model of a folder for the term ``dino``, loaded once in a process and shared by all episodes."""
-    return EmbeddingSimilarity(path, "mean", device)
+def mean_similarity(path: str, device: str = "cpu") -> PictureSimilarity:
+    """The term ``dino``: the model of a folder, loaded once in a process and shared by all episodes."""
+    return _single(path, "mean", device)
 
 
 @lru_cache(maxsize=4)
-def dreamsim_similarity(path: str, device: str = "cpu") -> EmbeddingSimilarity | EnsembleSimilarity:
-    """The term ``dreamsim``: one model, or an ensemble, loaded once in a process and shared by all episodes."""
+def dreamsim_similarity(path: str, device: str = "cpu") -> PictureSimilarity:
+    """The term ``dreamsim``: one model, or an ensemble, loaded once in a process and shared by all episodes.
+
+    DreamSim's ensemble is a folder of folders, each a vision model (DINO, CLIP, OpenCLIP) with its LoRA merged into it. A
+    CLIP model gives its projected embedding, others the class token of the last layer, before the final norm. They are
+    joined and divided by their length, and their mean is subtracted.
+    """
     folder = Path(path)
     members = sorted(each.parent for each in folder.glob("*/config.json"))
     if (folder / "config.json").is_file() or not members:
@@ -120,5 +93,21 @@ def dreamsim_similarity(path: str, device: str = "cpu") -> EmbeddingSimilarity |
                 "preprocessor_config.json): a folder with one folder for each model is read as the ensemble, a single "
                 "vision model (such as DINOv2) as it is."
             )
-        return EmbeddingSimilarity(path, "first", device)
-    return EnsembleSimilarity(members, device)
+        return _single(path, "first", device)
+    models = [_loaded(member, device) for member in members]
+
+    def embed(picture: Pixels) -> Tensor:
+        resized = Image.fromarray(np.array(picture)).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        pixels = torch.from_numpy(np.array(resized)).to(device).permute(2, 0, 1).float() / 255
+        parts = []
+        for processor, model in models:
+            moments = (list(processor.image_mean), list(processor.image_std))
+            mean, std = (torch.tensor(each, device=device)[:, None, None] for each in moments)
+            seen = model(pixel_values=((pixels - mean) / std)[None], output_hidden_states=True)
+            projected = getattr(seen, "image_embeds", None)
+            parts.append((seen.hidden_states[-1][0, 0] if projected is None else projected[0]).float())
+        joined = torch.cat(parts)
+        joined = joined / joined.norm()
+        return joined - joined.mean()
+
+    return PictureSimilarity(embed)

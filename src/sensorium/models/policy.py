@@ -140,8 +140,7 @@ class Policy:
 
     def encode(self, media: Iterable[Media]) -> dict[Media, Features]:
         """Features of the distinct media. In grad mode, those of a tower that learns keep their graph."""
-        features: dict[Media, Features] = self.inside(self._encoder, media)
-        return features
+        return self.inside(self._encoder, media)
 
     def language(
         self,
@@ -153,8 +152,7 @@ class Policy:
         stock: bool = False,
     ) -> Tensor:
         """Hidden states [B, T, H] after the final norm. ``stock``: by the layers' own forward on every device."""
-        hidden_BTH: Tensor = self.inside(self._language, ids_BT, positions_3BT, attention, placements, stock)
-        return hidden_BTH
+        return self.inside(self._language, ids_BT, positions_3BT, attention, placements, stock)
 
     def _language(
         self, ids_BT: Tensor, positions_3BT: Tensor, attention: Attention, placements: Sequence[Placement], stock: bool

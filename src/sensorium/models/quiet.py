@@ -1,7 +1,7 @@
-"""Transformers without its progress bars and its report of a load: those are steps of our own displays.
+"""transformers without its progress bars and loading reports: our own displays show those.
 
-Nor does it write out configs for log lines that nobody sees: each is compared with a default one first, which took a
-third of the time that a small model needs to load.
+Nor does it render configs for log lines that nobody sees: comparing each with a default config took a third of the loading
+time of a small model.
 """
 
 import logging as standard_logging
@@ -18,7 +18,7 @@ _UNSEEN: ContextVar[bool] = ContextVar("unseen", default=False)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no report inside, and configs are told by the name of their class; afterwards as before."""
+    """No progress bars and no report inside, and configs are shown by the name of their class."""
     shown = logging.is_progress_bar_enabled()
     reporter = standard_logging.getLogger("transformers.modeling_utils")
     logging.disable_progress_bar()
@@ -34,7 +34,7 @@ def quiet() -> Iterator[None]:
 
 
 def _no_report(record: standard_logging.LogRecord) -> bool:
-    """False for the report of a load, unless it is the only place that tells why the load fails."""
+    """False for a loading report, unless it is the only explanation of a failed load."""
     text = record.getMessage()
     return "LOAD REPORT" not in text or "CONVERSION" in text
 

@@ -26,7 +26,7 @@ class TorchvisionFinder(MetaPathFinder):
     """Finds torchvision where Python does, and declares its operators before it is executed."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The usual spec, whose loader declares what is missing first; only for torchvision."""
+        """The usual spec of torchvision, whose loader first declares what is missing."""
         spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
         if spec is None or spec.loader is None:
             return None

@@ -1,9 +1,9 @@
 """The stock vision towers, made fast over many small pictures, with the same numbers.
 
-A tower runs once over a whole batch of pictures and videos, laid end to end, and attends within segments (a picture, a
-temporal patch of a video, or a window of either). The library loops over the segments, works out its index tables per
-picture, and embeds patches with a convolution whose kernel covers the whole patch. Here segments of one length attend as
-one batch, tables are remembered by the batch's grids, and the convolution is the matrix product that it is.
+A tower runs once over a batch of pictures and videos, laid end to end, and attends within segments (a picture, a temporal
+patch of a video, or a window of either). The library loops over the segments, computes its index tables per picture, and
+embeds patches by a convolution whose kernel covers the whole patch. Here segments of one length attend as one batch,
+tables are cached by the batch's grids, and the convolution is a matrix product.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,14 +41,13 @@ class PatchProjection(nn.Module):
         self.bias = convolution.bias
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[P, channels, time, height, width] to [P, size]."""
         return linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
 class VisionTower:
     """A stock Qwen vision tower over pictures and videos alike, with the shortcuts of this module.
 
-    ``tables`` gives the index tables that the tower would work out for a batch of grids [M, 3].
+    ``tables`` computes the tower's index tables for a batch of grids [M, 3].
     """
 
     def __init__(self, visual: Any, tables: Callable[[Tensor], dict[str, Tensor]]) -> None:
@@ -58,12 +57,12 @@ class VisionTower:
             visual.blocks[i] = taken_over(block)
         visual.config._attn_implementation = SEGMENTS
         self.module = visual
-        self._tables = Tables(tables)
+        self._tables = _cached_tables(tables)
         self._patches = RecentPatches()
-        self._chosen: tuple[str, torch.dtype] | None = None  # device and kind of the weights that blocks were chosen for
+        self._chosen: tuple[str, torch.dtype] | None = None  # device and dtype that blocks were chosen for
 
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
-        """Embeddings, and deepstack levels where the tower has them; both come whole and are split per item."""
+        """Embeddings of each item, and deepstack levels where the tower has them."""
         weight = self.module.patch_embed.proj.weight
         if self._chosen != (weight.device.type, weight.dtype):
             choose(self.module)
@@ -71,7 +70,7 @@ class VisionTower:
         patches_PC = self._patches([item.patches_PC for item in prepared], weight.device, weight.dtype)
         grids = [item.extent.grid for item in prepared]
         grids_M3 = sent_to(weight.device, torch.tensor(grids))
-        seen = self.module(patches_PC, grid_thw=grids_M3, **self._tables(grids, weight.device))
+        seen = self.module(patches_PC, grid_thw=grids_M3, **self._tables(tuple(grids), weight.device))
         merged = self.module.spatial_merge_size**2
         sizes = [time * height * width // merged for time, height, width in grids]
         levels = [torch.split(level, sizes) for level in getattr(seen, "deepstack_features", None) or ()]
@@ -80,16 +79,15 @@ class VisionTower:
 
 
 class RecentPatches:
-    """Patches on the tower's device, one after the other. On CUDA recent ones stay there, each by itself.
+    """Patches on the tower's device. On CUDA recent ones are cached there, each by itself.
 
-    An update shows what its rollout has just shown; without this the host would copy 5 MB of every picture again.
+    An update encodes what its rollout has just encoded; without this the host would copy 5 MB of every picture again.
     """
 
     def __init__(self) -> None:
         self._held: LRU[tuple[int, torch.dtype], _OnDevice] = LRU(RECENT_BYTES, lambda held: held.patches.nbytes)
 
     def __call__(self, parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Patches of the parts, in order."""
         if device.type != "cuda" or any(part.is_cuda for part in parts):
             return _joined(parts, device).to(dtype)
         held = [self._found(part, dtype) for part in parts]
@@ -108,14 +106,14 @@ class RecentPatches:
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """Patches on the device, and what they were copied from, as long as others hold it: its id may become another's."""
+    """Patches on the device, and a weak reference to their source, since its id may be reused."""
 
     source: "ref[Tensor]"
     patches: Tensor
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Parts one after the other on the device; by way of pinned memory, which a GPU reads ten times as fast."""
+    """Parts one after the other on the device; through pinned memory, which a GPU reads ten times as fast."""
     if device.type != "cuda" or any(part.is_cuda for part in parts):
         return torch.cat([*parts]).to(device)
     rows = sum(len(part) for part in parts)
@@ -123,22 +121,20 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat([*parts], out=pinned).to(device, non_blocking=True)
 
 
-class Tables:
-    """Index tables of a batch of grids, made on the CPU and kept on the tower's device for batches that come again."""
+def _cached_tables(
+    make: Callable[[Tensor], dict[str, Tensor]],
+) -> Callable[[tuple[Grid, ...], torch.device], dict[str, Any]]:
+    """Index tables of a batch of grids, made on the CPU and cached on the tower's device."""
 
-    def __init__(self, make: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        @lru_cache(maxsize=64)
-        @torch.inference_mode(False)  # cached tensors must also serve training
-        def tables(grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
-            made = make(torch.tensor(grids))
-            # The longest segments too: the library would read them off the device.
-            longest = {LONGEST[name]: int(made[name].diff().max()) for name in LONGEST if name in made}
-            return {name: table.to(device) for name, table in made.items()} | longest
+    @lru_cache(maxsize=64)
+    @torch.inference_mode(False)  # cached tensors must also serve training
+    def tables(grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
+        made = make(torch.tensor(grids))
+        # The longest segments too: the library would read them from the device.
+        longest = {LONGEST[name]: int(made[name].diff().max()) for name in LONGEST if name in made}
+        return {name: table.to(device) for name, table in made.items()} | longest
 
-        self._tables = tables
-
-    def __call__(self, grids: Sequence[Grid], device: torch.device) -> dict[str, Any]:
-        return self._tables(tuple(grids), device)
+    return tables
 
 
 AttentionInterface.register(SEGMENTS, attend_in_segments)

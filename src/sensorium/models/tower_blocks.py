@@ -1,4 +1,10 @@
-"""Blocks of the vision towers: norm, rotation and gate as one kernel each, attention in one call for all segments."""
+"""Blocks of the vision towers: norm, rotation and gate as one kernel each, attention in one call for all segments.
+
+On CUDA in 16 bits these are Triton's kernels; a CPU runs the stock blocks. The modules here take over the layers and
+settings of the stock ones, so checkpoints stay the same, and compute as the stock ones do until ``fused`` is set.
+``choose`` sets it once a block's values and gradients agree with its stock form. On CUDA blocks of Qwen2.5's kind (RMSNorm,
+gated MLP) are then one function each (``tower_products``), unless their layers have adapters.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,14 +23,16 @@ from sensorium.kernels.fallbacks import fall_back
 from sensorium.kernels.layer_ops import Gate, Norm, RotateSlots
 from sensorium.models.attention import one_row
 
+# Largest relative deviation of a block's values and gradients from the stock one's.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
 
 def by_flash(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, ends: Tensor, longest: int, scaling: float) -> Tensor:
-    """Attention within segments by torch's flash attention, 16 bits on CUDA; no length is read on the host."""
+    """Attention within segments by torch's flash attention (16 bits, CUDA); no length is read on the host."""
     ends = ends.to(torch.int32)
-    out_PHD: Tensor = torch.ops.aten._flash_attention_forward(
+    return torch.ops.aten._flash_attention_forward(
         query_PHD, key_PHD, value_PHD, ends, ends, max(2, longest), max(2, longest), 0.0, False, False, scale=scaling
     )[0]
-    return out_PHD
 
 
 def attend_in_segments(
@@ -37,7 +45,7 @@ def attend_in_segments(
     cu_seq_lens_q: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of the library's kind."""
+    """Attention within segments, with the signature of transformers' attention functions."""
     assert cu_seq_lens_q is not None
     query_PHD, key_PHD, value_PHD = map(one_row, (query_1HPD, key_1HPD, value_1HPD))
     return by_length(query_PHD, key_PHD, value_PHD, cu_seq_lens_q, scaling)[None], None
@@ -64,7 +72,7 @@ def by_length(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, ends: Tenso
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)  # cached tensors must also serve training
 def _runs(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, list[tuple[int, int]]]:
-    """Tokens sorted by the length of their segment, and back (None: as they stand); (length, how many) of each run."""
+    """The order of tokens by segment length, its inverse (None: already sorted), and (length, count) of each run."""
     runs = [(length, lengths.count(length)) for length in sorted(set(lengths))]
     if len(runs) == 1:
         return None, None, runs
@@ -73,21 +81,11 @@ def _runs(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor | None
     return order.to(device), torch.argsort(order).to(device), runs
 
 
-# On CUDA in 16 bits these are Triton's kernels; a CPU runs the stock blocks. The modules here take over the layers and
-# settings of the stock ones, so checkpoints stay the same, and compute as the stock ones do until ``fused`` is set.
-# ``choose`` sets it once a block has been held against itself, values and gradients. On CUDA blocks of Qwen2.5's kind
-# (RMSNorm, gated MLP) are then one function each (``tower_products``), unless their layers have adapters.
-
-
-# How far values and gradients of a block may be from the stock one's, relative to the largest.
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-
-
 class AlignedMLP(nn.Module):
-    """The gated MLP of a tower's block. Takes over its layers, so checkpoints stay the same.
+    """The gated MLP of a tower's block.
 
     Qwen2.5-VL's inner size is 3420: rows of 6,840 bytes, which the fast matrix kernels of a GPU do not take. There it is
-    padded with zeros to a multiple of 8, which changes no number: silu(0) · 0 = 0, and what it is multiplied with is 0 too.
+    padded with zeros to a multiple of 8, which changes no number: silu(0) · 0 = 0, and the weights there are 0 too.
     """
 
     def __init__(self, mlp: Any) -> None:
@@ -96,7 +94,6 @@ class AlignedMLP(nn.Module):
         self.fused = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[P, size] to [P, size]."""
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         more = -self.gate_proj.out_features % 8
         if not hidden.is_cuda or not more or any(type(layer) is not nn.Linear for layer in layers):
@@ -104,19 +101,18 @@ class AlignedMLP(nn.Module):
         return self.padded(hidden, more)
 
     def padded(self, hidden: Tensor, more: int) -> Tensor:
-        """The same with the inner size so much larger."""
+        """The same with an inner size that is ``more`` larger."""
         gate, up = (_widened(layer, hidden, more) for layer in (self.gate_proj, self.up_proj))
         return linear(self._gated(gate, up), pad(self.down_proj.weight, (0, more)), self.down_proj.bias)
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.fused:
             return self.act_fn(gate) * up
-        gated: Tensor = Gate.apply(gate, up)
-        return gated
+        return Gate.apply(gate, up)
 
 
 def _widened(layer: nn.Linear, hidden: Tensor, more: int) -> Tensor:
-    """A linear layer with so many outputs more, which are zero."""
+    """A linear layer with ``more`` further outputs, which are zero."""
     bias = None if layer.bias is None else pad(layer.bias, (0, more))
     return linear(hidden, pad(layer.weight, (0, 0, 0, more)), bias)
 
@@ -131,16 +127,13 @@ class TowerNorm(nn.Module):
         self.fused = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[P, size] to [P, size]."""
         if not self.fused:
-            stock: Tensor = self.stock(self, hidden)
-            return stock
-        normed: Tensor = Norm.apply(hidden, self.weight, self.variance_epsilon)
-        return normed
+            return self.stock(self, hidden)
+        return Norm.apply(hidden, self.weight, self.variance_epsilon)
 
 
 class TowerAttention(nn.Module):
-    """A stock tower's attention with all it has; where ``fused``, rotation is one kernel and all segments are one call."""
+    """A stock tower's attention; where ``fused``, rotation is one kernel and all segments are one call."""
 
     qkv: nn.Module
     q: nn.Module
@@ -165,18 +158,15 @@ class TowerAttention(nn.Module):
         max_seqlen: int | None = None,
         **rest: Any,
     ) -> Tensor:
-        """[P, size] to [P, size]."""
         if not self.fused or max_seqlen is None:
             given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
-            stock: Tensor = self.stock(self, hidden_states, cu_seqlens, **given, **rest)
-            return stock
+            return self.stock(self, hidden_states, cu_seqlens, **given, **rest)
         query, key, value = self._rotated(hidden_states, position_embeddings)
         seen_PHD = by_flash(query, key, value, cu_seqlens, max_seqlen, self.scaling)
-        projected: Tensor = self.proj(seen_PHD.flatten(1))
-        return projected
+        return self.proj(seen_PHD.flatten(1))
 
     def _rotated(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
-        """Queries and keys rotated where they lie, and values, [P, heads, D]."""
+        """Queries and keys rotated in place, and values, [P, heads, D]."""
         if hasattr(self, "qkv"):
             slots = RotateSlots.apply(self.qkv(hidden), *angles, 3, 2)
             return slots.view(len(slots), 3, self.num_heads, -1).unbind(1)
@@ -185,7 +175,7 @@ class TowerAttention(nn.Module):
 
 
 class TowerBlock(GradientCheckpointingLayer):
-    """A stock block with all it has; where ``fused``, it is one function, as long as its layers are plain."""
+    """A stock block; where ``fused``, it is one function, as long as its layers are plain."""
 
     norm1: "TowerNorm"
     norm2: "TowerNorm"
@@ -207,12 +197,10 @@ class TowerBlock(GradientCheckpointingLayer):
         max_seqlen: int | None = None,
         **rest: Any,
     ) -> Tensor:
-        """[P, size] to [P, size]."""
         weights = self._plain_weights() if self.fused and max_seqlen is not None else None
         if weights is None or max_seqlen is None:
             given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
-            stock: Tensor = self.stock(self, hidden_states, cu_seqlens, **given, **rest)
-            return stock
+            return self.stock(self, hidden_states, cu_seqlens, **given, **rest)
         from sensorium.models.tower_products import BlockSettings, GatedTowerBlock, JoinedMLP
 
         if self._joined is None:
@@ -223,11 +211,10 @@ class TowerBlock(GradientCheckpointingLayer):
             attn.scaling, (self.norm1.variance_epsilon, self.norm2.variance_epsilon),
         )  # fmt: skip
         joined = self._joined(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        block: Tensor = GatedTowerBlock.apply(hidden_states, settings, joined, *weights)
-        return block
+        return GatedTowerBlock.apply(hidden_states, settings, joined, *weights)
 
     def _plain_weights(self) -> list[Tensor] | None:
-        """What the function takes, None where a layer has adapters or hooks, or learns while another does not."""
+        """Weights for the function; None where a layer has adapters or hooks, or is trained while another is not."""
         attn, mlp = self.attn, self.mlp
         layers: list[Any] = [attn.qkv, attn.proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         if not all(type(one) is nn.Linear and not one._forward_hooks and not one._forward_pre_hooks for one in layers):
@@ -248,24 +235,21 @@ def taken_over(block: Any) -> Any:
         block.norm1, block.norm2 = TowerNorm(block.norm1), TowerNorm(block.norm2)
     if {name for name, _ in block.attn.named_children()} in ({"qkv", "proj"}, {"q", "k", "v", "proj"}):
         block.attn = TowerAttention(block.attn)
-    return TowerBlock(block) if _is_one_function(block) else block
-
-
-def _is_one_function(block: Any) -> bool:
-    """Whether a block is of the kind that ``TowerBlock`` computes: Qwen2.5's, with biases."""
+    # Qwen2.5's kind of block, with biases.
     known = isinstance(block.norm1, TowerNorm) and isinstance(block.mlp, AlignedMLP) and hasattr(block.attn, "qkv")
     layers = (block.attn.qkv, block.attn.proj, *block.mlp.children()) if known else ()
-    return known and all(layer.bias is not None for layer in layers if isinstance(layer, nn.Linear))
+    whole = known and all(layer.bias is not None for layer in layers if isinstance(layer, nn.Linear))
+    return TowerBlock(block) if whole else block
 
 
 def choose(tower: Any) -> None:
-    """Let the blocks of a tower use kernels where a block gives with them what it gives without."""
+    """Let the blocks of a tower use kernels if a block gives the same with them as without."""
     block = tower.blocks[0]
     weight = block.norm1.weight
     if not isinstance(block.attn, TowerAttention):
         return
     for each in tower.blocks:
-        _set(each, False, False)  # what was chosen for weights of another kind, or elsewhere
+        _set(each, False, False)  # reset a choice made for another dtype or device
     if not weight.is_cuda or weight.dtype == torch.float32:
         return  # flash attention takes 16 bits; on CUDA a tower in float32 is for checks
     try:
@@ -289,7 +273,7 @@ def choose(tower: Any) -> None:
 
 
 def _check(block: Any, whole: bool) -> None:
-    """Hold a fused block against the stock one, part by part or as one function; it is left as a stock one."""
+    """Compare a fused block, part by part or as one function, with the stock one; it is left as a stock one."""
     dtype = block.norm1.weight.dtype
     try:
         error = trial(block, whole)
@@ -314,7 +298,7 @@ def _set(block: Any, fused: bool, whole: bool) -> None:
 @torch.enable_grad()
 @torch.inference_mode(False)
 def trial(block: Any, whole: bool) -> float:
-    """How far a fused block is from the stock one on random patches, values and gradients, relative to the largest.
+    """The largest relative deviation of a fused block from the stock one on random patches, values and gradients.
 
     ``whole``: as one function, where it is of that kind.
     """
@@ -345,12 +329,12 @@ def trial(block: Any, whole: bool) -> float:
     return max(errors) if all(error == error for error in errors) else float("inf")
 
 
-# A tower's graph lives through a whole update, from its one pass to its one backward: of 16 pictures of 448 × 448 the
-# tower of Qwen2.5-VL-3B keeps 24 GiB of activations, and 1.3 GiB where its blocks are recomputed.
-
-
 def recompute_blocks(module: nn.Module, on: bool, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-    """Let transformers recompute every block of a module that it knows how to, ``inside`` what its first pass ran in."""
+    """Let transformers recompute every block of a module that supports it, ``inside`` the context of its first pass.
+
+    A tower's graph lives through a whole update: for 16 pictures of 448 × 448 the tower of Qwen2.5-VL-3B keeps 24 GiB of
+    activations, and 1.3 GiB where its blocks are recomputed.
+    """
     for block in module.modules():
         if isinstance(block, GradientCheckpointingLayer):
             # The library recomputes a block whose own training flag is set; the flags of its parts stay unchanged.
@@ -363,7 +347,7 @@ def recompute_blocks(module: nn.Module, on: bool, inside: Callable[[], AbstractC
 
 @contextmanager
 def keeping_blocks(module: nn.Module) -> Iterator[None]:
-    """Inside, blocks that are one function keep what their backward pass needs; others are recomputed as before."""
+    """Inside, blocks that are one function keep their activations for the backward pass; others are recomputed."""
     blocks = [block for block in module.modules() if isinstance(block, TowerBlock) and block.fused]
     before = [block.gradient_checkpointing for block in blocks]
     for block in blocks:

@@ -2,8 +2,8 @@
 
     x ─ norm ─ q, k, v ─ rotation ─ attention ─ out ─ + x ─ norm ─ gate, up ─ silu · ─ down ─ + ─▶
 
-Autograd over the parts would keep 41 kB a patch of Qwen2.5-VL-3B's tower, and take the host longer than the GPU for few
-pictures. Here norms and the gate are computed again in the backward pass: 29 kB a patch are kept. Axes: P patches, W width,
+Autograd over the parts would keep 41 kB a patch of Qwen2.5-VL-3B's tower, and for few pictures the host would take longer
+than the GPU. Here norms and the gate are recomputed in the backward pass: 29 kB a patch are kept. Axes: P patches, W width,
 F inner size, H heads, D head size; weights are [out, in].
 """
 
@@ -24,7 +24,7 @@ ALIGNED = 32
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What a block computes with beside its weights: ends of the segments, the longest, rotation, heads, norms' eps."""
+    """Inputs of a block beside its weights: ends of the segments, the longest, rotation, heads, eps of the norms."""
 
     ends: Tensor
     longest: int
@@ -36,10 +36,10 @@ class BlockSettings:
 
 
 class JoinedMLP:
-    """Weights of a gated MLP as two products take them: gate and up in one, the inner size a multiple of ``ALIGNED``.
+    """Weights of a gated MLP for two products: gate and up in one, the inner size a multiple of ``ALIGNED``.
 
-    Fast matrix kernels want such sizes. Padding changes no number: silu(0) · 0 = 0, and what it is multiplied with is 0
-    too. Made anew when weights move.
+    Fast matrix kernels want such sizes. Padding changes no number: silu(0) · 0 = 0, and the weights there are 0 too. Made
+    again when weights change.
     """
 
     def __init__(self) -> None:
@@ -121,8 +121,8 @@ def attended(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
 def attention_gradients(
     given_PHD: Tensor, rotated: Tensor, seen_PHD: Tensor, lse: Tensor, settings: BlockSettings
 ) -> Tensor:
-    """The gradient of queries, keys and values as they lie side by side."""
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=given_PHD.device)  # taken, and not read
+    """The gradient of queries, keys and values side by side."""
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=given_PHD.device)  # required, but not read
     found = torch.ops.aten._flash_attention_backward(
         given_PHD, *_three(rotated, settings), seen_PHD, lse, settings.ends, settings.ends, settings.longest,
         settings.longest, 0.0, False, no_dropout, no_dropout, scale=settings.scaling,
@@ -131,5 +131,4 @@ def attention_gradients(
 
 
 def _three(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, ...]:
-    """Queries, keys and values, each [P, H, D]."""
     return rotated.view(len(rotated), 3, settings.heads, -1).unbind(1)
