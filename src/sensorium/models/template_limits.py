@@ -23,6 +23,9 @@ MOST_CHARACTERS = 1 << 24  # written beyond the characters of the messages
 MOST_TEXT = 1 << 26  # longest text or list that one operation may make
 LOOK_S = 0.05
 WIDTH = re.compile(r"\d{8,}|\*")  # in a format: a width of 10 million characters or more, or one that is an argument
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "*": operator.mul, "**": operator.pow, "+": operator.add, "%": operator.mod,
+}  # fmt: skip
 _COMPILING = threading.Lock()
 
 
@@ -44,14 +47,14 @@ def bound_texts(template: str) -> None:
 
     with _COMPILING:
         usual = sandbox.intercepted_binops, sandbox.code_generator_class
-        sandbox.intercepted_binops = frozenset({"*", "**", "+", "%"})
+        sandbox.intercepted_binops = frozenset(OPERATORS)
         sandbox.code_generator_class = _without_constants(usual[1])
         try:
             compiled = chat_template_utils._compile_jinja_template(template)
         finally:
             sandbox.intercepted_binops, sandbox.code_generator_class = usual
     environment: Any = compiled.environment
-    environment.binop_table |= {"*": _product, "**": _power, "+": _sum, "%": _remainder}
+    environment.binop_table |= {symbol: partial(_bounded_operator, symbol) for symbol in OPERATORS}
     compiled.root_render_func.__globals__.update(str_join=_joined, markup_join=_joined)
     environment.call = partial(_bounded_call, environment.call)
     for name in ("center", "format", "indent", "join", "replace", "wordwrap"):
@@ -79,29 +82,19 @@ def _within(size: int) -> None:
         raise TemplateBeyondBounds(f"it asks for a text or list of {size:,} parts")
 
 
-def _product(left: Any, right: Any) -> Any:
-    for one, other in ((left, right), (right, left)):
-        if isinstance(one, str | list | tuple) and isinstance(other, int):
-            _within(len(one) * other)
-    return operator.mul(left, right)
-
-
-def _power(left: Any, right: Any) -> Any:
-    if isinstance(right, int) and abs(right) > 64:
-        raise TemplateBeyondBounds(f"it asks for a power of {right}")
-    return operator.pow(left, right)
-
-
-def _sum(left: Any, right: Any) -> Any:
-    if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+def _bounded_operator(symbol: str, left: Any, right: Any) -> Any:
+    several = str | list | tuple
+    if symbol == "*":
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, several) and isinstance(other, int):
+                _within(len(one) * other)
+    elif symbol == "+" and isinstance(left, several) and isinstance(right, several):
         _within(len(left) + len(right))
-    return operator.add(left, right)
-
-
-def _remainder(left: Any, right: Any) -> Any:
-    if isinstance(left, str):
+    elif symbol == "%" and isinstance(left, str):
         _within(_size("format", left, ()))
-    return operator.mod(left, right)
+    elif symbol == "**" and isinstance(right, int) and abs(right) > 64:
+        raise TemplateBeyondBounds(f"it asks for a power of {right}")
+    return OPERATORS[symbol](left, right)
 
 
 def _joined(parts: Iterable[Any]) -> str:
