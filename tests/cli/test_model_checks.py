@@ -187,7 +187,7 @@ def test_the_dry_run_of_an_evaluation_checks_and_counts_the_model_that_is_named(
 def test_what_this_machine_would_refuse_is_told_but_another_may_run_it(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sensorium.models.weight_files.free_memory", lambda: 1000)
+    monkeypatch.setattr("sensorium.models.load.free_memory", lambda: 1000)
     code, out, _ = dry_run(made / "internvl", capsys)
     assert code == 0
     assert "on this machine the run would be refused: model.path" in " ".join(out.split())

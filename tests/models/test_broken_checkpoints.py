@@ -198,11 +198,11 @@ def test_a_header_whose_places_do_not_fit_is_refused(model: Path) -> None:
 
 
 def test_a_model_larger_than_memory_says_so_before_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sensorium.models.weight_files.free_memory", lambda: 1000)
+    monkeypatch.setattr("sensorium.models.load.free_memory", lambda: 1000)
     assert "GiB are free in the memory of this machine; training takes more" in refused(model)
 
 
 def test_a_long_load_is_announced(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sensorium.models.weight_files.LONG_LOAD", 1000)
+    monkeypatch.setattr("sensorium.models.load.LONG_LOAD", 1000)
     load(model)
     assert f"GiB of weights from {model}" in capsys.readouterr().err

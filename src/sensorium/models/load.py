@@ -1,6 +1,10 @@
 """From a model path to a policy, or to a check that the path would become one."""
 
-from collections.abc import Iterator, Sequence
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,16 @@ from sensorium.models.checkpoint_path import (
 from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, config_at, of_its_family, read_config
 from sensorium.models.lora import add_adapters, choose_layers
 from sensorium.models.policy import Policy, Precision
+from sensorium.models.published_layout import common_name
 from sensorium.models.quiet import quiet
-from sensorium.models.weight_files import STORED, announced, check_memory, refuse_not_finite, refuse_unfit, whole_weights
+from sensorium.models.weight_files import STORED, WeightFile, free_memory, whole_weights
+from sensorium.recipe.family_facts import is_unloaded
 from sensorium.recipe.schema import LoraSection, ModelSection
-from sensorium.recipe.shape import cached_folder, is_ours
+from sensorium.recipe.shape import cached_folder, is_ours, part_of, told_by_part
 from sensorium.vocabulary.errors import ModelError, nearest
 
+GIB = 1 << 30
+LONG_LOAD = 4 * GIB  # loads of at least so many bytes are announced
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -77,8 +85,8 @@ def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.
     """The model with its weights on ``device``. A GPU gets them one by one, without a copy of the model in CPU memory."""
     path, place = checkpoint.path, checkpoint.place
     files = whole_weights(path, Path(place))
-    size = check_memory(path, files, dtype, device, unused)
-    with naming(path, place, weights=True), announced(size, place):
+    size = _check_memory(path, files, dtype, device, unused)
+    with naming(path, place, weights=True), _announced(size, place):
         model, report = model_class(checkpoint.config).from_pretrained(
             place,
             use_safetensors=True,  # older weight files are pickles
@@ -88,8 +96,8 @@ def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.
         )
     if checkpoint.dequantize:
         model._weight_conversions = None  # or its checkpoints would be FP8 again
-    refuse_unfit(path, report, files, unused)
-    refuse_not_finite(path, model)
+    _refuse_unfit(path, report, files, unused)
+    _refuse_not_finite(path, model)
     _refuse_dropout(path, model)
     return model
 
@@ -171,14 +179,14 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
                 device_map={"": "meta"},
                 **_loading_options(checkpoint, dtype),
             )
-        refuse_unfit(path, report, files, section.unused_weights)
+        _refuse_unfit(path, report, files, section.unused_weights)
         _refuse_dropout(path, model)
         with of_its_family(checkpoint):
             checkpoint.adapter_class(model)
         if section.lora.rank:
             choose_layers(model, checkpoint.adapter_class.groups, section.lora)
     try:
-        check_memory(path, files, dtype, find_device(section.device), section.unused_weights)
+        _check_memory(path, files, dtype, find_device(section.device), section.unused_weights)
     except ModelError as error:
         return [f"on this machine the run would be refused: {error}"]
     return []
@@ -204,6 +212,88 @@ def find_device(device: str) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         raise ModelError(f"model.device is '{device}', but there are {count} CUDA devices here, counted from 0.")
     return chosen
+
+
+def _check_memory(
+    path: str, files: Sequence[WeightFile], dtype: torch.dtype, device: torch.device, unused: Sequence[str] = ()
+) -> int:
+    """Refuse weights that do not fit into memory, by headers alone; returns their bytes in memory."""
+    numbers = sum(prod(tensor.shape) for file in files for tensor in file.tensors if not is_unloaded(tensor.name, unused))
+    needed = numbers * dtype.itemsize
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory()
+    if free is not None and needed > free:
+        half = ", model.dtype: bfloat16 (half as much)" if dtype == torch.float32 else ""
+        raise ModelError(
+            f"model.path '{path}': its weights take {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}, and "
+            f"{free / GIB:.2f} GiB are free in the memory of {device if on_gpu else 'this machine'}; training takes more "
+            f"than the weights. Use a smaller checkpoint{half}, or a larger machine."
+        )
+    return needed
+
+
+def _refuse_unfit(path: str, report: Mapping[str, Any], files: Sequence[WeightFile], unused: Sequence[str]) -> None:
+    """Refuse weights that do not match the config, by transformers' loading report: other shapes, too few, too many."""
+    if report["mismatched_keys"]:
+        name, stored_shape, wanted = sorted(report["mismatched_keys"])[0]
+        raise ModelError(
+            f"model.path '{path}': weights and config.json disagree on {len(report['mismatched_keys'])} shapes: {name} is "
+            f"{list(stored_shape)} in the weights and {list(wanted)} by the config. Use the config that belongs to the "
+            "weights."
+        )
+    if missing := report["missing_keys"]:
+        raise ModelError(
+            f"model.path '{path}': the checkpoint lacks {len(missing)} weights that its config.json asks for: "
+            f"{told_by_part(missing)}. Use the config that belongs to the weights, or download the checkpoint again."
+        )
+    stored = {common_name(tensor.name): tensor.name for file in files for tensor in file.tensors}
+    unexpected = {stored.get(common_name(key), key) for key in report["unexpected_keys"]}  # by their names in the files
+
+    def kind(name: str) -> str:
+        return re.sub(r"\b\d+\b", "N", common_name(name))  # without the numbers of layers and experts
+
+    kinds = {kind(name) for name in stored.values() if name not in unexpected}
+    if layers := [name for name in unexpected if kind(name) in kinds]:
+        raise ModelError(
+            f"model.path '{path}': {len(layers)} weights of the checkpoint have no place in the model that its config.json "
+            f"describes, which has fewer layers or experts of the same kind: {told_by_part(layers)}. Use the config that "
+            "belongs to the weights."
+        )
+    if others := [name for name in unexpected if not is_unloaded(name, unused)]:
+        raise ModelError(
+            f"model.path '{path}': {len(others)} weights of the checkpoint have no place in the model that its config.json "
+            f"describes: {told_by_part(others)}. Use the config that belongs to the weights. If they are no part of the "
+            f"model, name their prefixes: model.unused_weights: ['{part_of(min(others))}.'] (in Python unused_weights=…, "
+            "to serve --unused-weights). They are then not loaded, and an export carries them along."
+        )
+
+
+def _refuse_not_finite(path: str, model: torch.nn.Module) -> None:
+    """Refuse weights with NaN or infinity in them."""
+    broken = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.numel() and not all(bound.isfinite() for bound in torch.aminmax(weight.detach()))
+    ]
+    if broken:
+        raise ModelError(
+            f"model.path '{path}': {len(broken)} weights of the checkpoint hold numbers that are not finite: "
+            f"{told_by_part(broken)}. It was saved after its training had failed, or damaged since; use another copy or an "
+            "earlier checkpoint."
+        )
+
+
+@contextmanager
+def _announced(size: int, folder: str) -> Iterator[None]:
+    """Print that a long load begins, with a progress bar at a terminal; a short one prints nothing."""
+    from transformers.utils import logging
+
+    with quiet():  # restores what is set here
+        if size >= LONG_LOAD:
+            print(f"loading {size / GIB:.1f} GiB of weights from {folder} …", file=sys.stderr, flush=True)
+            if sys.stderr.isatty():
+                logging.enable_progress_bar()
+        yield
 
 
 def _refuse_dropout(path: str, model: Any) -> None:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sensorium.models.family import group_of
-from sensorium.models.published_layout import raw_bytes
-from sensorium.models.weight_files import common_name, weight_files
+from sensorium.models.published_layout import common_name, raw_bytes
+from sensorium.models.weight_files import weight_files
 from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.shape import ends_in
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest

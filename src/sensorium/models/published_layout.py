@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, common_name, weight_files
+from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, weight_files
 from sensorium.recipe.family_facts import is_unloaded
 from sensorium.recipe.shape import told_by_part
 from sensorium.vocabulary.errors import CheckpointError
@@ -31,6 +31,11 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 OTHER_WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 NOT_CARRIED = ("README.md", "COMPLETE", ".*", *OTHER_WEIGHTS)  # files of a source that an export does not copy
+
+
+def common_name(name: str) -> str:
+    """A weight's name without the prefixes that differ between versions of a layout."""
+    return re.sub(r"^(thinker\.)?((language_)?model\.)*", "", name).replace("vision_tower.vision_model.", "vision_tower.")
 
 
 @dataclass(frozen=True)

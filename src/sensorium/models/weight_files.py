@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint by their headers: what they hold, whether they are complete, and whether they fit.
+"""The weight files of a checkpoint by their headers: what they hold, and whether they are complete.
 
 A safetensors file is eight bytes (the length of the header), the header (JSON: dtype, shape and offsets of each tensor)
 and the tensors' bytes without gaps, so the header alone shows that a file was cut short.
@@ -7,21 +7,17 @@ and the tensors' bytes without gaps, so the header alone shows that a file was c
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from shutil import copymode
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from sensorium.models.quiet import quiet
-from sensorium.recipe.family_facts import is_unloaded
-from sensorium.recipe.shape import LONGEST_HEADER, part_of, told_by_part
+from sensorium.recipe.shape import LONGEST_HEADER
 from sensorium.vocabulary.errors import ModelError
 
 SINGLE = "model.safetensors"
@@ -32,8 +28,6 @@ STORED = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
-GIB = 1 << 30
-LONG_LOAD = 4 * GIB  # loads of at least so many bytes are announced
 
 
 @dataclass(frozen=True)
@@ -183,93 +177,6 @@ def saving_weights(folder: Path) -> Iterator[None]:
     config = next(folder.glob("*config.json"))
     for path in folder.glob("*.safetensors"):
         copymode(config, path)
-
-
-def common_name(name: str) -> str:
-    """A weight's name without the prefixes that differ between versions of a layout."""
-    return re.sub(r"^(thinker\.)?((language_)?model\.)*", "", name).replace("vision_tower.vision_model.", "vision_tower.")
-
-
-def check_memory(
-    path: str, files: Sequence[WeightFile], dtype: torch.dtype, device: torch.device, unused: Sequence[str] = ()
-) -> int:
-    """Refuse weights that do not fit into memory, by headers alone; returns their bytes in memory."""
-    numbers = sum(prod(tensor.shape) for file in files for tensor in file.tensors if not is_unloaded(tensor.name, unused))
-    needed = numbers * dtype.itemsize
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory()
-    if free is not None and needed > free:
-        half = ", model.dtype: bfloat16 (half as much)" if dtype == torch.float32 else ""
-        raise ModelError(
-            f"model.path '{path}': its weights take {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}, and "
-            f"{free / GIB:.2f} GiB are free in the memory of {device if on_gpu else 'this machine'}; training takes more "
-            f"than the weights. Use a smaller checkpoint{half}, or a larger machine."
-        )
-    return needed
-
-
-def refuse_unfit(path: str, report: Mapping[str, Any], files: Sequence[WeightFile], unused: Sequence[str]) -> None:
-    """Refuse weights that do not match the config, by transformers' loading report: other shapes, too few, too many."""
-    if report["mismatched_keys"]:
-        name, stored_shape, wanted = sorted(report["mismatched_keys"])[0]
-        raise ModelError(
-            f"model.path '{path}': weights and config.json disagree on {len(report['mismatched_keys'])} shapes: {name} is "
-            f"{list(stored_shape)} in the weights and {list(wanted)} by the config. Use the config that belongs to the "
-            "weights."
-        )
-    if missing := report["missing_keys"]:
-        raise ModelError(
-            f"model.path '{path}': the checkpoint lacks {len(missing)} weights that its config.json asks for: "
-            f"{told_by_part(missing)}. Use the config that belongs to the weights, or download the checkpoint again."
-        )
-    stored = {common_name(tensor.name): tensor.name for file in files for tensor in file.tensors}
-    unexpected = {stored.get(common_name(key), key) for key in report["unexpected_keys"]}  # by their names in the files
-
-    def kind(name: str) -> str:
-        return re.sub(r"\b\d+\b", "N", common_name(name))  # without the numbers of layers and experts
-
-    kinds = {kind(name) for name in stored.values() if name not in unexpected}
-    if layers := [name for name in unexpected if kind(name) in kinds]:
-        raise ModelError(
-            f"model.path '{path}': {len(layers)} weights of the checkpoint have no place in the model that its config.json "
-            f"describes, which has fewer layers or experts of the same kind: {told_by_part(layers)}. Use the config that "
-            "belongs to the weights."
-        )
-    if others := [name for name in unexpected if not is_unloaded(name, unused)]:
-        raise ModelError(
-            f"model.path '{path}': {len(others)} weights of the checkpoint have no place in the model that its config.json "
-            f"describes: {told_by_part(others)}. Use the config that belongs to the weights. If they are no part of the "
-            f"model, name their prefixes: model.unused_weights: ['{part_of(min(others))}.'] (in Python unused_weights=…, "
-            "to serve --unused-weights). They are then not loaded, and an export carries them along."
-        )
-
-
-def refuse_not_finite(path: str, model: torch.nn.Module) -> None:
-    """Refuse weights with NaN or infinity in them."""
-    broken = [
-        name
-        for name, weight in model.named_parameters()
-        if weight.numel() and not all(bound.isfinite() for bound in torch.aminmax(weight.detach()))
-    ]
-    if broken:
-        raise ModelError(
-            f"model.path '{path}': {len(broken)} weights of the checkpoint hold numbers that are not finite: "
-            f"{told_by_part(broken)}. It was saved after its training had failed, or damaged since; use another copy or an "
-            "earlier checkpoint."
-        )
-
-
-@contextmanager
-def announced(size: int, folder: str) -> Iterator[None]:
-    """Print that a long load begins, with a progress bar at a terminal; a short one prints nothing."""
-    from transformers.utils import logging
-
-    with quiet():  # restores what is set here
-        if size >= LONG_LOAD:
-            print(f"loading {size / GIB:.1f} GiB of weights from {folder} …", file=sys.stderr, flush=True)
-            if sys.stderr.isatty():
-                logging.enable_progress_bar()
-        yield
 
 
 def free_memory() -> int | None:
