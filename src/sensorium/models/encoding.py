@@ -18,7 +18,7 @@ from sensorium.data.lru import LRU
 from sensorium.kernels.matched_ops import MatchedOps
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import Family, Tower
-from sensorium.models.matched import TowerCompany
+from sensorium.models.matched import TowerBatching
 from sensorium.models.segment_layout import Features, mismatch
 from sensorium.vocabulary.content import Media
 
@@ -102,7 +102,7 @@ class Encoder:
         self.counters = Counters()
         self._adapter, self._chat, self._device = adapter, chat, device
         self._matched = matched
-        self.company = TowerCompany(matched, device)
+        self.batching = TowerBatching(matched, device)
         self.cache = FrozenFeatures(spare_bytes(device))
         self._weights = {tower: WeightsVersion(tower.module) for tower in dict.fromkeys(adapter.towers.values())}
         self._cached_under: dict[Tower, object] = {}
@@ -110,7 +110,7 @@ class Encoder:
     def __call__(self, media: Iterable[Media]) -> dict[Media, Features]:
         """Features of the distinct media; those of a tower that learns keep their graph in grad mode."""
         distinct = list(dict.fromkeys(media))
-        self._chat.prepared.refuse_strange(distinct)
+        self._chat.prepared.refuse_unsupported(distinct)
         features: dict[Media, Features] = {}
         for tower in self._weights:
             items = [item for item in distinct if self._adapter.towers[item.kind] is tower]
@@ -174,7 +174,7 @@ class Encoder:
                 room = PASS_PATCHES.get(self._device.type, PASS_PATCHES["cuda"])
             passes[-1].append(item)
             room -= patches
-        together = self.company.together(tower, max(passes, key=len, default=[]), self._chat.prepared.get)
+        together = self.batching.together(tower, max(passes, key=len, default=[]), self._chat.prepared.get)
         return passes if together else [[item] for item in media]
 
     def _look(self, tower: Tower, media: Sequence[Media]) -> dict[Media, Features]:
@@ -184,7 +184,7 @@ class Encoder:
         self.counters.tower_passes += 1
         self.counters.tower_items += len(media)
         self.counters.patches += sum(len(ready.patches_PC) for ready in prepared)
-        with self.company.linears(tower):
+        with self.batching.linears(tower):
             features = tower(prepared)
         for item, ready, made in zip(media, prepared, features, strict=True):
             expected, given = self._chat.media_format.expand(ready.extent).count, made.embeds_NH.shape[0]

@@ -100,7 +100,7 @@ class MatchedLinears(TorchFunctionMode):
         return MatchedProduct.apply(x, weight, bias, x.dtype, self._ops)
 
 
-class TowerCompany:
+class TowerBatching:
     """Decides which media a tower encodes in one pass. Without ``ops`` (precision ``fast``): all of them.
 
     Alone, a medium always gives the same features. In a batch it does where every operation treats a row by itself, as in a

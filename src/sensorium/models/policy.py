@@ -245,7 +245,7 @@ class Policy:
         """
         self._recompute, self.tower_room = how, tower_room
         for tower in self.adapter.towers.values():
-            inside = partial(self._encoder.company.linears, tower)
+            inside = partial(self._encoder.batching.linears, tower)
             recompute_blocks(tower.module, bool(how) or self.device.type == "cuda", inside)
 
     @contextmanager

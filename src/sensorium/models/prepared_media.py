@@ -105,7 +105,7 @@ class PreparedMedia:
     def unknown(self, media: Iterable[Media]) -> list[Media]:
         """The distinct media whose extent is not known yet; those of a kind that the model does not take are refused."""
         new = [item for item in dict.fromkeys(media) if item not in self._extents]
-        self.refuse_strange(new)
+        self.refuse_unsupported(new)
         return new
 
     def missing(self, media: Iterable[Media]) -> list[Media]:
@@ -115,7 +115,7 @@ class PreparedMedia:
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
         """Prepare media ahead of their use, batch by batch; returns the errors of bad ones."""
         missing = self.missing(media)
-        self.refuse_strange(missing)
+        self.refuse_unsupported(missing)
         with self._making:
             made = self._make(item for item in missing if item not in self._known)
             return {item: one for item, one in made if isinstance(one, MediaError)}
@@ -128,7 +128,7 @@ class PreparedMedia:
         wanted = list(media)
         found = self._recall(wanted)
         missing = [item for item in dict.fromkeys(wanted) if item not in found]
-        self.refuse_strange(missing)
+        self.refuse_unsupported(missing)
         if missing:
             with self._making:
                 found |= self._recall(missing)  # another thread may have made them meanwhile
@@ -142,7 +142,7 @@ class PreparedMedia:
                 raise errors[0]
         return [found[item] for item in wanted]
 
-    def refuse_strange(self, media: Sequence[Media]) -> None:
+    def refuse_unsupported(self, media: Sequence[Media]) -> None:
         """Refuse media of a kind that the model does not take."""
         for item in media:
             if item.kind not in self._preprocessors:
