@@ -36,7 +36,6 @@ class Layouts:
         self._shapes: LRU[tuple[Any, ...], Tensor] = LRU(SHAPES_KEPT)
 
     def __call__(self, segment: Segment) -> Layout:
-        """The segment as the language model sees it."""
         if segment.author == "model":
             return self._lay_out(segment)
         layout = self._known.get(segment.key)

@@ -336,12 +336,10 @@ class CheckpointSource:
     sampling: str = ""
 
     def to_json(self) -> str:
-        """What ``read`` reads."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, file: Path) -> "CheckpointSource":
-        """The source that a file describes."""
         try:
             return cls(**json.loads(file.read_bytes()))
         except (ValueError, TypeError, RecursionError) as error:

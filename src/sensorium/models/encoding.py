@@ -216,7 +216,6 @@ class MediaCounts:
     memory_bytes: int
 
     def since(self, before: "MediaCounts") -> dict[str, float]:
-        """The increase of each count."""
         return {name: getattr(self, name) - getattr(before, name) for name in COUNTS}
 
     @property

@@ -225,7 +225,6 @@ class FusedLayer:
         return self._parts.fine
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
-        """RMSNorm in the dtype of its weight."""
         return Norm.apply(x, norm.weight, norm.eps)
 
     def _projected(self, hidden_BTW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -323,7 +322,6 @@ def _in_float32(
     positions: Tensor,
     gradient: Tensor,
 ) -> list[Tensor | None]:
-    """Values and gradients of a copy of a stock layer in float32."""
     wide, entered = deepcopy(layer).float(), hidden.float().requires_grad_()
     learning = [parameter for parameter in wide.parameters() if parameter.requires_grad]
     with torch.enable_grad():

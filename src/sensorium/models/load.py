@@ -269,7 +269,6 @@ def _refuse_unfit(path: str, report: Mapping[str, Any], files: Sequence[WeightFi
 
 
 def _refuse_not_finite(path: str, model: torch.nn.Module) -> None:
-    """Refuse weights with NaN or infinity in them."""
     broken = [
         name
         for name, weight in model.named_parameters()
@@ -308,7 +307,6 @@ def _refuse_dropout(path: str, model: Any) -> None:
 
 
 def _dropouts(config: Any, place: str) -> Iterator[tuple[str, float]]:
-    """Every dropout of a config and of the configs inside it."""
     from transformers import PreTrainedConfig
 
     for key, value in vars(config).items():

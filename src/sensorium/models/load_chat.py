@@ -100,7 +100,6 @@ def _growth(part: Any) -> float:
 
 
 def _numbers(config: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:
-    """The numbers of a config and of the configs inside it, by their dotted names."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{above}{key}.")

@@ -106,16 +106,13 @@ class Adapters:
         }
 
     def of(self, model: Any) -> "Adapters":
-        """The adapters of a copy of the model."""
         return Adapters(model, self.section, self.base)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of all adapters as they are."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model without its adapters."""
         learning = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         try:
             for layer in self.layers.values():

@@ -91,7 +91,6 @@ class Policy:
 
     @property
     def counters(self) -> Counters:
-        """The work of the towers so far."""
         return self._encoder.counters
 
     @counters.setter
@@ -119,14 +118,12 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the language model computes."""
         if self.sharding is not None:
             return self.sharding.device
         return self.adapter.language_model.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the language model."""
         return self.adapter.language_model.embed_tokens.weight.dtype
 
     def inside(self, part: Callable[..., Any], *given: Any) -> Any:

@@ -90,7 +90,6 @@ class PreparedMedia:
 
     @property
     def held(self) -> int:
-        """Bytes of the cached patches."""
         return self._known.held
 
     @property
@@ -109,7 +108,6 @@ class PreparedMedia:
         return new
 
     def missing(self, media: Iterable[Media]) -> list[Media]:
-        """The distinct media whose patches are not cached."""
         return [item for item in dict.fromkeys(media) if item not in self._known]
 
     def prepare(self, media: Iterable[Media]) -> dict[Media, MediaError]:
@@ -202,7 +200,6 @@ class PicturePreprocessor:
         self._image_processor = image_processor
 
     def __call__(self, items: Sequence[tuple[Media, Image.Image]]) -> list[TowerInput]:
-        """Patches of each picture."""
         with naming_items(items, "image"):
             made = self._image_processor(images=[picture for _, picture in items], return_tensors="pt")
         return _split(made["pixel_values"], [Extent("picture", grid) for grid in _grids(made["image_grid_thw"])])
@@ -220,7 +217,6 @@ class VideoPreprocessor:
         self._settings = {"do_sample_frames": False, "return_tensors": "pt", **settings}
 
     def __call__(self, items: Sequence[tuple[Media, DecodedVideo]]) -> list[TowerInput]:
-        """Patches of each clip."""
         for media, clip in items:
             step = self._video_processor.temporal_patch_size * clip.seconds_per_frame
             if media.sound is not None and step > self._chunk_s:  # frames and sound would drift apart
@@ -254,7 +250,6 @@ class SoundPreprocessor:
         self._extractor = extractor
 
     def __call__(self, items: Sequence[tuple[Media, DecodedAudio]]) -> list[TowerInput]:
-        """Mel frames of each sound."""
         return [self._spectrogram(media, sound) for media, sound in items]
 
     def _spectrogram(self, media: Media, sound: DecodedAudio) -> TowerInput:

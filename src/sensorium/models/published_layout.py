@@ -48,7 +48,6 @@ class WeightOrigin:
     half: int | None = None
 
     def take(self, stored: Tensor) -> Tensor:
-        """The weight, given the stored tensor."""
         if self.expert is not None:
             stored = stored[self.expert]
         if self.half is not None:
@@ -168,7 +167,6 @@ def _origin(
 def _write_file(
     file: WeightFile, target: Path, origins: dict[str, WeightOrigin], places: dict[str, Path], summary: ExportSummary
 ) -> None:
-    """Write a weight file of the source with the trained numbers in it."""
     with safe_open(file.path, "pt") as own:
 
         def content(tensor: StoredTensor) -> bytes | memoryview:

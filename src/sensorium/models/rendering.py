@@ -297,7 +297,6 @@ class _Guard:
         return guarded, characters
 
     def split(self, text: str) -> list[str]:
-        """Plain text and special tokens in turn, beginning with (perhaps empty) plain text."""
         return self._pattern.split(text)
 
     def _text(self, text: str, fence: str) -> str:

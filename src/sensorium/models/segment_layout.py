@@ -27,7 +27,6 @@ class Expansion:
 
     @property
     def count(self) -> int:
-        """The number of features."""
         return sum(count for _, count in self.runs)
 
 
@@ -40,12 +39,10 @@ class Slot:
 
     @property
     def start(self) -> int:
-        """The first token."""
         return self.runs[0][0]
 
     @property
     def count(self) -> int:
-        """The number of features."""
         return sum(count for _, count in self.runs)
 
     def moved(self, by: int) -> Slot:
@@ -86,11 +83,9 @@ class Features:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return sum(tensor.nbytes for tensor in (self.embeds_NH, *self.deepstack_NH))
 
     def rows(self, rows_K: Tensor) -> Features:
-        """The features of these rows."""
         return Features(self.embeds_NH[rows_K], tuple(level_NH[rows_K] for level_NH in self.deepstack_NH))
 
 

@@ -104,7 +104,6 @@ def _joined(parts: Iterable[Any]) -> str:
 
 
 def _bounded_call(usual: Callable[..., Any], context: Any, function: Any, *given: Any, **named: Any) -> Any:
-    """A call in a template; methods of texts are checked first."""
     method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
     text = getattr(method, "__self__", None)
     if isinstance(text, str):

@@ -62,7 +62,6 @@ class VisionTower:
         self._chosen: tuple[str, torch.dtype] | None = None  # device and dtype that blocks were chosen for
 
     def __call__(self, prepared: Sequence[TowerInput]) -> list[Features]:
-        """Embeddings of each item, and deepstack levels where the tower has them."""
         weight = self.module.patch_embed.proj.weight
         if self._chosen != (weight.device.type, weight.dtype):
             choose(self.module)

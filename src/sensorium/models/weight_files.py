@@ -55,7 +55,6 @@ class WeightFile:
     tensors: tuple[StoredTensor, ...]
 
     def bytes_of(self, tensor: StoredTensor) -> bytes:
-        """The bytes of one of its tensors."""
         with self.path.open("rb") as file:
             file.seek(tensor.start)
             return file.read(tensor.size)
@@ -70,7 +69,6 @@ class WeightFile:
                 file.write(data)
 
     def overwrite(self, tensor: StoredTensor, data: bytes | memoryview) -> None:
-        """Replace the bytes of a tensor."""
         tensor.refuse_other_size(len(data))
         with self.path.open("r+b") as file:
             file.seek(tensor.start)
