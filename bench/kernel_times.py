@@ -239,7 +239,7 @@ class Bench:
         return True
 
     def _choose_towers(self, towers: tuple[bool, bool] | None) -> None:
-        from sensorium.models.tower_blocks import _set, choose
+        from sensorium.models.tower import _set, choose
 
         tower = self._trainer.session.policy.adapter.towers["picture"].module
         choose(tower)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sensorium.models.attention import folded_attention, masked_attention
-from sensorium.models.tower_blocks import AlignedMLP
+from sensorium.models.tower import AlignedMLP
 
 
 def test_a_padded_inner_size_changes_neither_values_nor_gradients() -> None:

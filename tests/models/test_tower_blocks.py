@@ -13,12 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sensorium.data.media_store import MediaStore
 from sensorium.kernels import layer_ops
-from sensorium.models import tower_blocks
+from sensorium.models import tower as tower_module
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.models.tower import RecentPatches
-from sensorium.models.tower_blocks import BOUNDS, AlignedMLP, TowerAttention, TowerBlock, choose, trial
+from sensorium.models.tower import BOUNDS, AlignedMLP, RecentPatches, TowerAttention, TowerBlock, choose, trial
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
@@ -46,7 +45,7 @@ def use_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         again = rotated.detach().requires_grad_()
         return torch.autograd.grad(attended(again, settings)[0], again, given)[0]
 
-    monkeypatch.setattr(tower_blocks, "by_flash", plain_attention)
+    monkeypatch.setattr(tower_module, "by_flash", plain_attention)
     monkeypatch.setattr(tower_products, "attended", attended)
     monkeypatch.setattr(tower_products, "attention_gradients", gradients)
 
@@ -99,7 +98,7 @@ def test_a_block_whose_weights_moved_or_have_adapters_computes_with_them(blocks_
         block.mlp.gate_proj.weight.mul_(3)
         block.mlp.down_proj.weight.add_(0.5)
     assert trial(block, True) <= bound
-    tower_blocks._set(block, True, True)
+    tower_module._set(block, True, True)
     assert block._plain_weights() is not None
     block.mlp.up_proj.register_forward_hook(lambda *_: None)
     assert block._plain_weights() is None
@@ -133,7 +132,7 @@ def test_the_tower_is_fused_on_a_gpu_and_says_so_where_it_is_not(blocks_of: Any,
     choose(tower)
     assert all(block.attn.fused and block.norm1.fused and block.mlp.fused for block in tower.blocks)
     assert all(block.fused for block in tower.blocks)
-    tower_blocks._set(tower.blocks[0], False, False)
+    tower_module._set(tower.blocks[0], False, False)
     monkeypatch.setitem(BOUNDS, torch.bfloat16, 1e-9)
     with pytest.warns(UserWarning, match="stock blocks.*off the stock one"):
         choose(tower)

@@ -27,7 +27,7 @@ from sensorium.models.lora import FOLDER, Adapters
 from sensorium.models.matched import matched_layers
 from sensorium.models.quiet import quiet
 from sensorium.models.segment_layout import Features, Placement, sent_to
-from sensorium.models.tower_blocks import keeping_blocks, recompute_blocks
+from sensorium.models.tower import keeping_blocks, recompute_blocks
 from sensorium.models.weight_files import saving_weights
 from sensorium.recipe.activations import TowerRoom
 from sensorium.vocabulary.content import Media

@@ -4,28 +4,374 @@ A tower runs once over a batch of pictures and videos, laid end to end, and atte
 patch of a video, or a window of either). The library loops over the segments, computes its index tables per picture, and
 embeds patches by a convolution whose kernel covers the whole patch. Here segments of one length attend as one batch,
 tables are cached by the batch's grids, and the convolution is a matrix product.
+
+In blocks, norm, rotation and gate are one kernel each, on CUDA in 16 bits; a CPU runs the stock blocks. The modules here
+take over the layers and settings of the stock ones, so checkpoints stay the same, and compute as the stock ones do until
+``fused`` is set. ``choose`` sets it once a block's values and gradients agree with its stock form. On CUDA blocks of
+Qwen2.5's kind (RMSNorm, gated MLP) are then one function each (``tower_products``), unless their layers have adapters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sensorium.data.lru import LRU
+from sensorium.kernels.fallbacks import fall_back
+from sensorium.kernels.layer_ops import Gate, Norm, RotateSlots
+from sensorium.models.attention import one_row
 from sensorium.models.prepared_media import Grid, TowerInput
 from sensorium.models.segment_layout import Features, sent_to
-from sensorium.models.tower_blocks import attend_in_segments, choose, taken_over
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
 SEGMENTS = "sensorium_flash_segments"
 RECENT_BYTES = 1 << 29
 LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
+# Largest relative deviation of a block's values and gradients from the stock one's.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+def by_flash(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, ends: Tensor, longest: int, scaling: float) -> Tensor:
+    """Attention within segments by torch's flash attention (16 bits, CUDA); no length is read on the host."""
+    ends = ends.to(torch.int32)
+    return torch.ops.aten._flash_attention_forward(
+        query_PHD, key_PHD, value_PHD, ends, ends, max(2, longest), max(2, longest), 0.0, False, False, scale=scaling
+    )[0]
+
+
+def attend_in_segments(
+    module: nn.Module,
+    query_1HPD: Tensor,
+    key_1HPD: Tensor,
+    value_1HPD: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention within segments, with the signature of transformers' attention functions."""
+    assert cu_seq_lens_q is not None
+    query_PHD, key_PHD, value_PHD = map(one_row, (query_1HPD, key_1HPD, value_1HPD))
+    return by_length(query_PHD, key_PHD, value_PHD, cu_seq_lens_q, scaling)[None], None
+
+
+def by_length(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, ends: Tensor, scaling: float | None) -> Tensor:
+    """Attention within segments, those of one length as one batch."""
+    lengths = tuple(end - start for start, end in pairwise(ends.tolist()))
+    heads = [query_PHD, key_PHD, value_PHD]
+    order, back, runs = _runs(lengths, query_PHD.device)
+    if order is not None:
+        heads = [tensor[order] for tensor in heads]
+    outs, start = [], 0
+    for length, count in runs:
+        query, key, value = (
+            tensor[start : start + length * count].unflatten(0, (count, length)).transpose(1, 2) for tensor in heads
+        )
+        outs.append(scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2).flatten(0, 1))
+        start += length * count
+    out_PHD = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out_PHD if back is None else out_PHD[back]
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)  # cached tensors must also serve training
+def _runs(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, list[tuple[int, int]]]:
+    """The order of tokens by segment length, its inverse (None: already sorted), and (length, count) of each run."""
+    runs = [(length, lengths.count(length)) for length in sorted(set(lengths))]
+    if len(runs) == 1:
+        return None, None, runs
+    of_token = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))
+    order = torch.argsort(of_token, stable=True)
+    return order.to(device), torch.argsort(order).to(device), runs
+
+
+class AlignedMLP(nn.Module):
+    """The gated MLP of a tower's block.
+
+    Qwen2.5-VL's inner size is 3420: rows of 6,840 bytes, which the fast matrix kernels of a GPU do not take. There it is
+    padded with zeros to a multiple of 8, which changes no number: silu(0) · 0 = 0, and the weights there are 0 too.
+    """
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
+        self.fused = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        more = -self.gate_proj.out_features % 8
+        if not hidden.is_cuda or not more or any(type(layer) is not nn.Linear for layer in layers):
+            return self.down_proj(self._gated(self.gate_proj(hidden), self.up_proj(hidden)))
+        return self.padded(hidden, more)
+
+    def padded(self, hidden: Tensor, more: int) -> Tensor:
+        """The same with an inner size that is ``more`` larger."""
+        gate, up = (_widened(layer, hidden, more) for layer in (self.gate_proj, self.up_proj))
+        return linear(self._gated(gate, up), pad(self.down_proj.weight, (0, more)), self.down_proj.bias)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if not self.fused:
+            return self.act_fn(gate) * up
+        return Gate.apply(gate, up)
+
+
+def _widened(layer: nn.Linear, hidden: Tensor, more: int) -> Tensor:
+    """A linear layer with ``more`` further outputs, which are zero."""
+    bias = None if layer.bias is None else pad(layer.bias, (0, more))
+    return linear(hidden, pad(layer.weight, (0, 0, 0, more)), bias)
+
+
+class TowerNorm(nn.Module):
+    """A stock RMSNorm, as one kernel where ``fused``."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+        self.stock = type(norm).forward
+        self.fused = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.fused:
+            return self.stock(self, hidden)
+        return Norm.apply(hidden, self.weight, self.variance_epsilon)
+
+
+class TowerAttention(nn.Module):
+    """A stock tower's attention; where ``fused``, rotation is one kernel and all segments are one call."""
+
+    qkv: nn.Module
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    proj: nn.Module
+    num_heads: int
+    head_dim: int
+    scaling: float
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(attention.__dict__)  # its layers and its settings
+        self.stock = type(attention).forward
+        self.fused = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        if not self.fused or max_seqlen is None:
+            given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
+            return self.stock(self, hidden_states, cu_seqlens, **given, **rest)
+        query, key, value = self._rotated(hidden_states, position_embeddings)
+        seen_PHD = by_flash(query, key, value, cu_seqlens, max_seqlen, self.scaling)
+        return self.proj(seen_PHD.flatten(1))
+
+    def _rotated(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+        """Queries and keys rotated in place, and values, [P, heads, D]."""
+        if hasattr(self, "qkv"):
+            slots = RotateSlots.apply(self.qkv(hidden), *angles, 3, 2)
+            return slots.view(len(slots), 3, self.num_heads, -1).unbind(1)
+        rotated = [RotateSlots.apply(part(hidden), *angles, 1, 1) for part in (self.q, self.k)]
+        return [part.view(len(part), self.num_heads, -1) for part in (*rotated, self.v(hidden))]
+
+
+class TowerBlock(GradientCheckpointingLayer):
+    """A stock block; where ``fused``, it is one function, as long as its layers are plain."""
+
+    norm1: "TowerNorm"
+    norm2: "TowerNorm"
+    attn: TowerAttention
+    mlp: AlignedMLP
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(block.__dict__)  # its parts
+        self.stock = type(block).forward
+        self.fused = False
+        self._joined: Any = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        weights = self._plain_weights() if self.fused and max_seqlen is not None else None
+        if weights is None or max_seqlen is None:
+            given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
+            return self.stock(self, hidden_states, cu_seqlens, **given, **rest)
+        from sensorium.models.tower_products import BlockSettings, GatedTowerBlock, JoinedMLP
+
+        if self._joined is None:
+            self._joined = JoinedMLP()
+        attn, mlp, (cos_PD, sin_PD) = self.attn, self.mlp, position_embeddings
+        settings = BlockSettings(
+            cu_seqlens.to(torch.int32), max(2, max_seqlen), cos_PD.contiguous(), sin_PD.contiguous(), attn.num_heads,
+            attn.scaling, (self.norm1.variance_epsilon, self.norm2.variance_epsilon),
+        )  # fmt: skip
+        joined = self._joined(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        return GatedTowerBlock.apply(hidden_states, settings, joined, *weights)
+
+    def _plain_weights(self) -> list[Tensor] | None:
+        """Weights for the function; None where a layer has adapters or hooks, or is trained while another is not."""
+        attn, mlp = self.attn, self.mlp
+        layers: list[Any] = [attn.qkv, attn.proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if not all(type(one) is nn.Linear and not one._forward_hooks and not one._forward_pre_hooks for one in layers):
+            return None
+        qkv, proj, *three = ([one.weight, one.bias] for one in layers)
+        weights = [self.norm1.weight, *qkv, *proj, self.norm2.weight, *(weight for pair in three for weight in pair)]
+        learning = not torch.is_grad_enabled() or len({weight.requires_grad for weight in weights}) == 1
+        return weights if learning else None
+
+
+def taken_over(block: Any) -> Any:
+    """A stock block whose known parts are replaced: gated MLPs, RMSNorms, attention with rotated queries and keys."""
+    if isinstance(block.attn, TowerAttention):
+        return block  # a copy of a model whose parts were replaced
+    if {name for name, _ in block.mlp.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        block.mlp = AlignedMLP(block.mlp)
+    if all(hasattr(norm, "variance_epsilon") for norm in (block.norm1, block.norm2)):
+        block.norm1, block.norm2 = TowerNorm(block.norm1), TowerNorm(block.norm2)
+    if {name for name, _ in block.attn.named_children()} in ({"qkv", "proj"}, {"q", "k", "v", "proj"}):
+        block.attn = TowerAttention(block.attn)
+    # Qwen2.5's kind of block, with biases.
+    known = isinstance(block.norm1, TowerNorm) and isinstance(block.mlp, AlignedMLP) and hasattr(block.attn, "qkv")
+    layers = (block.attn.qkv, block.attn.proj, *block.mlp.children()) if known else ()
+    whole = known and all(layer.bias is not None for layer in layers if isinstance(layer, nn.Linear))
+    return TowerBlock(block) if whole else block
+
+
+def choose(tower: Any) -> None:
+    """Let the blocks of a tower use kernels if a block gives the same with them as without."""
+    block = tower.blocks[0]
+    weight = block.norm1.weight
+    if not isinstance(block.attn, TowerAttention):
+        return
+    for each in tower.blocks:
+        _set(each, False, False)  # reset a choice made for another dtype or device
+    if not weight.is_cuda or weight.dtype == torch.float32:
+        return  # flash attention takes 16 bits; on CUDA a tower in float32 is for checks
+    try:
+        if find_spec("triton") is None:
+            raise ValueError("Triton is not installed")
+        if block.attn.head_dim % 8:
+            raise ValueError(f"heads of {block.attn.head_dim} are not taken by flash attention")
+        _check(block, whole=False)
+    except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
+        fall_back(f"the vision tower runs through its stock blocks, which is slower: {_reason(error)}")
+        return
+    whole = isinstance(block, TowerBlock)
+    try:
+        if whole:
+            _check(block, whole=True)
+    except Exception as error:
+        whole = False
+        fall_back(f"blocks of the vision tower run part by part, which is slower: {_reason(error)}")
+    for each in tower.blocks:
+        _set(each, True, whole)
+
+
+def _check(block: Any, whole: bool) -> None:
+    """Compare a fused block, part by part or as one function, with the stock one; it is left as a stock one."""
+    dtype = block.norm1.weight.dtype
+    try:
+        error = trial(block, whole)
+    finally:
+        _set(block, False, False)
+    if not error <= BOUNDS[dtype]:
+        raise ValueError(f"a fused block is {error:.2g} off the stock one (bound {BOUNDS[dtype]:g})")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _set(block: Any, fused: bool, whole: bool) -> None:
+    for part in (block.norm1, block.norm2, block.attn, block.mlp):
+        if isinstance(part, TowerNorm | TowerAttention | AlignedMLP):
+            part.fused = fused
+    if isinstance(block, TowerBlock):
+        block.fused = whole
+
+
+@torch.enable_grad()
+@torch.inference_mode(False)
+def trial(block: Any, whole: bool) -> float:
+    """The largest relative deviation of a fused block from the stock one on random patches, values and gradients.
+
+    ``whole``: as one function, where it is of that kind.
+    """
+    ends = [0, 64, 80, 112]
+    weight, size = block.norm1.weight, block.attn.head_dim
+    generator = torch.Generator().manual_seed(0)
+    hidden, gradient = torch.randn(2, ends[-1], len(weight), generator=generator).to(weight.device, weight.dtype)
+    angles = torch.rand(ends[-1], size, generator=generator).to(weight.device) * 6
+    given = {
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=weight.device),
+        "max_seqlen": max(end - start for start, end in pairwise(ends)),
+        "position_embeddings": (angles.cos(), angles.sin()),
+    }
+    learning = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    results = []
+    for fused in (False, True):
+        _set(block, fused, fused and whole)
+        entered = hidden.clone().requires_grad_()
+        out = block.forward(entered, **given)
+        found = torch.autograd.grad(out, [entered, *learning], gradient, allow_unused=True)
+        results.append([out.detach(), *found])
+    _set(block, False, False)
+    errors = [
+        float((found.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-20))
+        for right, found in zip(*results, strict=True)
+        if right is not None
+    ]
+    return max(errors) if all(error == error for error in errors) else float("inf")
+
+
+def recompute_blocks(module: nn.Module, on: bool, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    """Let transformers recompute every block of a module that supports it, ``inside`` the context of its first pass.
+
+    A tower's graph lives through a whole update: for 16 pictures of 448 × 448 the tower of Qwen2.5-VL-3B keeps 24 GiB of
+    activations, and 1.3 GiB where its blocks are recomputed.
+    """
+    for block in module.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            # The library recomputes a block whose own training flag is set; the flags of its parts stay unchanged.
+            block.gradient_checkpointing = block.training = on
+            function: Any = partial(
+                checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), inside())
+            )
+            block._gradient_checkpointing_func = function
+
+
+@contextmanager
+def keeping_blocks(module: nn.Module) -> Iterator[None]:
+    """Inside, blocks that are one function keep their activations for the backward pass; others are recomputed."""
+    blocks = [block for block in module.modules() if isinstance(block, TowerBlock) and block.fused]
+    before = [block.gradient_checkpointing for block in blocks]
+    for block in blocks:
+        block.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for block, recomputed in zip(blocks, before, strict=True):
+            block.gradient_checkpointing = recomputed
 
 
 class PatchProjection(nn.Module):

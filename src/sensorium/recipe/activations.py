@@ -102,7 +102,7 @@ def tower_room(shape: ModelShape, bytes: int = 0, *, keeps: bool = True) -> Towe
 def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
     """Whether the tower's activations can be stored instead of recomputed.
 
-    Its blocks must be those of ``models/tower_blocks.py``, without adapters. A group must fit in a micro-batch, so that one
+    Its blocks must be those of ``models/tower.py``, without adapters. A group must fit in a micro-batch, so that one
     micro-batch alone shows a medium, and the learner must hold the whole tower.
     """
     learns = not recipe.model.lora.rank and tower_learns(recipe, shape)

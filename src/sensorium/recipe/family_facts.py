@@ -44,7 +44,7 @@ class FamilyFacts:
     ``requires``: a package it cannot do without, and why. ``vllm``: its log-probs from vLLM were held to the native
     engine's, so that engine may sample it. ``query_bias``, ``query_norm``: whether queries and keys (and values) of its own
     language model have biases, or norms. ``light_tower``: the blocks of its vision tower are functions that keep little for
-    the backward pass (``models/tower_blocks.py``). ``stands_in``: ``sensorium validate`` takes its tiny model in place of a
+    the backward pass (``models/tower.py``). ``stands_in``: ``sensorium validate`` takes its tiny model in place of a
     checkpoint that is not on this machine and whose name tells no family.
     """
 
