@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import sensorium.models.torchvision_fix  # noqa: F401  (before transformers imports torchvision)
 from sensorium.data.decoder import Decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor

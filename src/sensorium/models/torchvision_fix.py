@@ -11,7 +11,7 @@ an environment, and ``engines/vllm/actor_process.py`` into those of vLLM.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -22,21 +22,29 @@ SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 LIBRARIES: list[Any] = []  # kept: schemas live as long as the object that declares them
 
 
-class TorchvisionFinder(MetaPathFinder):
-    """Finds torchvision where Python does, and declares its operators before it is executed."""
+class ImportHook(MetaPathFinder):
+    """Finds a package where Python does, and calls ``before`` with its folders, or ``after``, when it is executed."""
+
+    def __init__(
+        self, package: str, before: Callable[[list[str]], None] | None = None, after: Callable[[], None] | None = None
+    ) -> None:
+        self.package, self._before, self._after = package, before, after
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The usual spec of torchvision, whose loader first declares what is missing."""
-        spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
+        """The usual spec of the package, whose loader makes the calls."""
+        spec = PathFinder.find_spec(name, path, target) if name == self.package else None
         if spec is None or spec.loader is None:
             return None
         execute, folders = spec.loader.exec_module, list(spec.submodule_search_locations or ())
 
-        def declare_and_execute(module: ModuleType) -> None:
-            _declare_missing(folders)
+        def execute_with_calls(module: ModuleType) -> None:
+            if self._before is not None:
+                self._before(folders)
             execute(module)
+            if self._after is not None:
+                self._after()
 
-        spec.loader.exec_module = declare_and_execute  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_with_calls  # type: ignore[method-assign]
         return spec
 
 
@@ -54,5 +62,5 @@ def _declare_missing(folders: Sequence[str]) -> None:
             LIBRARIES[-1].define(operator + SCHEMA)
 
 
-if not any(type(finder).__name__ == TorchvisionFinder.__name__ for finder in sys.meta_path):
-    sys.meta_path.insert(0, TorchvisionFinder())
+if not any(getattr(finder, "package", None) == "torchvision" for finder in sys.meta_path):
+    sys.meta_path.insert(0, ImportHook("torchvision", before=_declare_missing))
