@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sensorium.data.made_media import encode_clip
+from sensorium.data.picture_sizes import budgeted
 from sensorium.data.sound import encode_wav
-from sensorium.data.video import budgeted, decode_video, sampled_times
+from sensorium.data.video import decode_video, sampled_times
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError
 from tests.data.clips import CLIP, index_first, middle, numbered, numbers, tone

@@ -17,21 +17,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, reduce
-from math import ceil, floor, sqrt
+from math import ceil, floor
 from operator import or_
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from sensorium.data.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.data.media_files import MediaLimits
-from sensorium.vocabulary.decoding import FrameRule, VideoParameters
+from sensorium.data.picture_sizes import frame_size
+from sensorium.vocabulary.decoding import FrameRule, VideoParameters, resolved_value
 
-T = TypeVar("T", int, float)
 LEAST_FRAMES = 2
 NEMO_RL_SECONDS_PER_FRAME = 0.5
-LARGEST_RATIO = 200
 SEEK_S = 4.0  # a gap between sampled times above which to seek: nearer ones are mostly in the same group of pictures
 
 # Colours converted alike on every machine; without the full chroma step exact rounding darkens them by two levels.
@@ -54,8 +53,8 @@ def official_count(parameters: VideoParameters, total: int, fps: float) -> int:
         count = round(parameters.frames / 2) * 2
         _need(count <= total, f"{count} frames are asked for and it has {total}")
     else:
-        least, most = ceil(_resolved(parameters.min_frames) / 2) * 2, floor(parameters.max_frames / 2) * 2
-        count = floor(min(max(total / fps * _resolved(parameters.fps), least), most, total) / 2) * 2
+        least, most = ceil(resolved_value(parameters.min_frames) / 2) * 2, floor(parameters.max_frames / 2) * 2
+        count = floor(min(max(total / fps * resolved_value(parameters.fps), least), most, total) / 2) * 2
     _need(count >= LEAST_FRAMES, f"of {total} frames there is no pair to take")
     return count
 
@@ -72,36 +71,9 @@ def nemo_rl_indices(parameters: VideoParameters, total: int, fps: float) -> tupl
     first, last = official_range(parameters, total, fps)
     held, asked = last - first + 1, parameters.frames
     if asked is None:
-        asked = min(max(int(held / fps * _resolved(parameters.fps)), 1), parameters.max_frames)
+        asked = min(max(int(held / fps * resolved_value(parameters.fps)), 1), parameters.max_frames)
     _need(asked <= held, f"{asked} frames are asked for and it has {held}")
     return first + np.arange(asked, dtype=np.int64) * (held // asked), NEMO_RL_SECONDS_PER_FRAME
-
-
-def official_size(size: tuple[int, int], frames: int, parameters: VideoParameters) -> tuple[int, int]:
-    """The (width, height) of each frame within the budgets. A clip's budget counts two frames as one temporal step."""
-    least, most = _resolved(parameters.min_pixels_per_frame), _resolved(parameters.max_pixels_per_frame)
-    share = max(_resolved(parameters.max_pixels_per_clip) / frames * 2, int(least * 1.05))
-    return smart_size(size, _resolved(parameters.multiple), least, min(most, share))
-
-
-def smart_size(size: tuple[int, int], multiple: int, least: float, most: float) -> tuple[int, int]:
-    """The (width, height) near ``size`` whose sides are multiples, with at least and at most so many pixels."""
-    width, height = size
-    _need(max(size) <= LARGEST_RATIO * min(size), f"frames of {width} x {height} are too long and thin")
-    near = [max(multiple, round(side / multiple) * multiple) for side in size]
-    if near[0] * near[1] > most:
-        scale = sqrt(width * height / most)
-        near = [max(multiple, floor(side / scale / multiple) * multiple) for side in size]
-    elif near[0] * near[1] < least:
-        scale = sqrt(least / (width * height))
-        near = [ceil(side * scale / multiple) * multiple for side in size]
-    return near[0], near[1]
-
-
-def _resolved(value: T | None) -> T:
-    """A parameter that ``VideoParameters.resolved`` has set."""
-    assert value is not None
-    return value
 
 
 def _need(holds: bool, problem: str) -> None:
@@ -172,28 +144,14 @@ def frame_count(parameters: VideoParameters, start: float, end: float) -> int:
     """How many frames are sampled of a range."""
     if parameters.frames is not None:
         return parameters.frames
-    wanted = floor((end - start) * _resolved(parameters.fps) + 0.5)
-    return min(max(wanted, _resolved(parameters.min_frames)), parameters.max_frames)
+    wanted = floor((end - start) * resolved_value(parameters.fps) + 0.5)
+    return min(max(wanted, resolved_value(parameters.min_frames)), parameters.max_frames)
 
 
 def sampled_times(parameters: VideoParameters, start: float, end: float) -> np.ndarray:
     """The moments to sample: the middles of equal parts."""
     count = frame_count(parameters, start, end)
     return start + (np.arange(count, dtype=np.float64) + 0.5) * ((end - start) / count)
-
-
-def budgeted(size: tuple[int, int], frames: int, parameters: VideoParameters) -> tuple[int, int]:
-    """The (width, height) that fits the budgets and keeps the aspect; the size itself if it fits."""
-    width, height = size
-    most = min(_resolved(parameters.max_pixels_per_frame), _resolved(parameters.max_pixels_per_clip) // frames)
-    most = max(1, most)
-    wanted = min(max(width * height, _resolved(parameters.min_pixels_per_frame)), most)
-    if wanted == width * height:
-        return size
-    scale = sqrt(wanted / (width * height))
-    width, height = max(1, floor(width * scale)), max(1, floor(height * scale))
-    # A very thin frame ends with a side of one pixel, and only the other can still shrink.
-    return min(width, max(1, most // height)), min(height, max(1, most // width))
 
 
 def _by_number(source: Source, parameters: VideoParameters, name: str) -> tuple[np.ndarray, np.ndarray, float]:
@@ -283,8 +241,7 @@ class _Clip:
                 if not pictures:
                     self.size = self._shape(shown[1])
                     try:
-                        sized = budgeted if parameters.sampling == "middle" else official_size
-                        target = sized(self.size, len(times), parameters)
+                        target = frame_size(self.size, len(times), parameters)
                     except ValueError as error:
                         raise BadClip(self.name, f"the frames cannot be sized: {error}.") from error
                     _refuse(self.name, self.limits.refuse_decoded(3 * len(times) * target[0] * target[1]))

@@ -18,7 +18,7 @@ from PIL import Image
 from sensorium.data.lru import LRU
 from sensorium.models.deferred import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind
-from sensorium.vocabulary.decoding import FrameRule, VideoParameters
+from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError, ModelError
 
 if TYPE_CHECKING:
@@ -304,22 +304,6 @@ def _batches(items: Sequence[tuple[Media, DecodedVideo]]) -> Iterator[list[tuple
 def _is_sized(media: Media) -> bool:
     """Whether a video was decoded to its final size."""
     return isinstance(media.parameters, VideoParameters) and media.parameters.sampling != "middle"
-
-
-def frame_rule(processor: Any, vision: Any, most: int, *, whole_clip: bool = False) -> FrameRule:
-    """The official rule with a family's sizes: 128 to 768 tokens a frame, or less where a checkpoint's limit is lower.
-
-    That is so where its limit is below ``most``. ``whole_clip``: its video processor counts the pixels of a clip, not of a
-    frame.
-    """
-    multiple = vision.patch_size * vision.spatial_merge_size
-    area, size = multiple**2, processor.video_processor.size
-    usual = FrameRule("official", multiple, 128 * area, 768 * area, 115200 * area)
-    if size["longest_edge"] >= most:
-        return usual
-    least, limit = size["shortest_edge"], size["longest_edge"]
-    clip = limit if whole_clip else usual.clip_pixels
-    return FrameRule("official", multiple, min(least, usual.min_pixels), min(limit, usual.max_pixels), clip)
 
 
 def _grids(grids_M3: Tensor) -> list[Grid]:

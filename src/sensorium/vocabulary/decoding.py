@@ -122,7 +122,14 @@ class AudioParameters:
 
 
 Parameters = VideoParameters | AudioParameters
+Number = TypeVar("Number", int, float)
 Some = TypeVar("Some", bound=VideoParameters | AudioParameters)
+
+
+def resolved_value(value: Number | None) -> Number:
+    """A parameter that ``VideoParameters.resolved`` has set."""
+    assert value is not None
+    return value
 
 
 def parameters_from(kind: type[Some], given: Mapping[str, Any], *, logged: bool = False) -> Some:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sensorium.data.picture_sizes import frame_rule
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.qwen2_5_vl import (
@@ -39,7 +40,6 @@ from sensorium.models.prepared_media import (
     SoundPreprocessor,
     TowerInput,
     VideoPreprocessor,
-    frame_rule,
     sound_tokens,
     video_settings,
 )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sensorium.data.picture_sizes import frame_rule
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.qwen2_5_vl import (
     PARTS,
@@ -26,7 +27,7 @@ from sensorium.models.families.qwen2_5_vl import (
 )
 from sensorium.models.families.rope_positions import grid_offsets
 from sensorium.models.family import MediaFormat
-from sensorium.models.prepared_media import Extent, frame_rule
+from sensorium.models.prepared_media import Extent
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, affine_layers, chat_template
 
