@@ -33,6 +33,7 @@ from sensorium.kernels.layer_ops import Gate, Norm, RotateSlots
 from sensorium.models.attention import one_row
 from sensorium.models.prepared_media import Grid, TowerInput
 from sensorium.models.segment_layout import Features, sent_to
+from sensorium.models.tower_products import BlockSettings, GatedTowerBlock, JoinedMLP
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
 SEGMENTS = "sensorium_flash_segments"
@@ -202,7 +203,7 @@ class TowerBlock(GradientCheckpointingLayer):
         self.__dict__.update(block.__dict__)  # its parts
         self.stock = type(block).forward
         self.fused = False
-        self._joined: Any = None
+        self._joined = JoinedMLP()
 
     def forward(
         self,
@@ -216,10 +217,6 @@ class TowerBlock(GradientCheckpointingLayer):
         if weights is None or max_seqlen is None:
             given = {"position_embeddings": position_embeddings, "max_seqlen": max_seqlen}
             return self.stock(self, hidden_states, cu_seqlens, **given, **rest)
-        from sensorium.models.tower_products import BlockSettings, GatedTowerBlock, JoinedMLP
-
-        if self._joined is None:
-            self._joined = JoinedMLP()
         attn, mlp, (cos_PD, sin_PD) = self.attn, self.mlp, position_embeddings
         settings = BlockSettings(
             cu_seqlens.to(torch.int32), max(2, max_seqlen), cos_PD.contiguous(), sin_PD.contiguous(), attn.num_heads,
