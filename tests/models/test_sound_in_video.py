@@ -138,7 +138,8 @@ def test_frames_further_apart_than_the_sound_is_cut_are_refused_with_the_way_out
     slow = heard_clip(chat.store, 5, frames=2)
     errors = chat.prepare([slow])
     assert list(errors) == [slow]
-    assert "heard-5.mp4: two of its frames stand for 4.00 s" in str(errors[slow])
+    assert "heard-5.mp4" in str(errors[slow])
+    assert "4.00 s" in str(errors[slow])
     assert "fps: 2" in str(errors[slow])
 
 
@@ -154,7 +155,7 @@ def test_a_clip_without_a_sound_track_is_refused(pairs: Pairs) -> None:
 
 def test_a_family_that_does_not_hear_refuses_it(pairs: Pairs) -> None:
     chat = pairs("qwen2_5_vl").policy.chat
-    with pytest.raises(ModelError, match=r"use_audio_in_video.*does not hear inside videos"):
+    with pytest.raises(ModelError, match=r"use_audio_in_video"):
         chat.render([user(heard_clip(chat.store), "what?")])
 
 
