@@ -176,7 +176,7 @@ def test_policies_that_prepare_alike_share_and_others_do_not(tmp_path: Path) -> 
     assert policy.chat.prepare([picture]) == {}
     assert like.chat.unprepared([picture]) == []
     like.encode([picture])
-    assert like.counters.preprocessed == policy.counters.preprocessed == 1
+    assert like.chat.prepared.preprocessed == policy.chat.prepared.preprocessed == 1
     assert other.chat.unprepared([picture]) == [picture]
     assert len(other.encode([picture])[picture].embeds_NH) < len(like.encode([picture])[picture].embeds_NH)
 
@@ -197,11 +197,11 @@ def test_media_counts_tell_what_was_decoded_kept_and_let_go(pairs: Pairs) -> Non
 def test_a_prompt_shared_by_a_group_is_laid_out_once(pairs: Pairs) -> None:
     policy = pairs("qwen2_5_vl").policy
     picture = noise(policy.chat.store, 11)
-    before = policy.counters.preprocessed
+    before = policy.chat.prepared.preprocessed
     one, other = policy.chat.render([user(picture, "What?")]), policy.chat.render([user(picture, "What?")])
     assert policy.chat.layout(one) is policy.chat.layout(other)
     policy.encode([picture])
-    assert policy.counters.preprocessed == before + 1
+    assert policy.chat.prepared.preprocessed == before + 1
 
 
 def test_a_corrupt_picture_is_named(pairs: Pairs) -> None:
