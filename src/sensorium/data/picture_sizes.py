@@ -37,8 +37,9 @@ def frame_size(size: tuple[int, int], frames: int, parameters: VideoParameters) 
 
 def official_size(size: tuple[int, int], frames: int, parameters: VideoParameters) -> tuple[int, int]:
     """The size within the budgets whose sides are multiples. A clip's budget counts two frames as one temporal step."""
-    least, most = resolved_value(parameters.min_pixels_per_frame), resolved_value(parameters.max_pixels_per_frame)
-    most = min(most, max(resolved_value(parameters.max_pixels_per_clip) / frames * 2, int(least * 1.05)))
+    least = resolved_value(parameters.min_pixels_per_frame)
+    share = max(resolved_value(parameters.max_pixels_per_clip) / frames * 2, int(least * 1.05))
+    most = min(resolved_value(parameters.max_pixels_per_frame), share)
     multiple = resolved_value(parameters.multiple)
     width, height = size
     if max(size) > LARGEST_RATIO * min(size):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sensorium.engines.vllm.prompts import EnginePrompt, lay_out
 from sensorium.models.attention import MaskedAttention
+from sensorium.models.chat_processor import Layouts
 from sensorium.models.policy import Policy
 from sensorium.models.prepared_media import Extent, TowerInput
-from sensorium.models.segment_expansion import Layouts
 from sensorium.models.segment_layout import Layout, placements
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.episode import MediaSpan, Segment
