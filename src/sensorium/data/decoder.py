@@ -25,7 +25,8 @@ from PIL import Image
 
 from sensorium.data.container import BadClip, library
 from sensorium.data.lru import LRU
-from sensorium.data.media_store import MIB, MediaStore
+from sensorium.data.media_files import MIB
+from sensorium.data.media_store import MediaStore
 from sensorium.data.sound import DecodedAudio, decode_audio
 from sensorium.data.video import DecodedVideo, decode_video
 from sensorium.runs.durable import drafted
@@ -199,28 +200,31 @@ class Decoder:
         self._decoded = self._memory_hits = self._shared = 0
 
     def request(self, media: Media) -> "Future[Decoded]":
-        """Start decoding a medium and return at once; ``asyncio.wrap_future`` makes it something to await."""
+        """Start decoding a medium and return at once; equal requests share the future."""
         with self._lock:
             known = self._memory.get(media.key)
             if known is not None:
                 self._memory_hits += 1
-                answer: Future[Decoded] = Future()
-                answer.set_result(known)
-                return answer
+                done: Future[Decoded] = Future()
+                done.set_result(known)
+                return done
             work = self._under_way.get(media.key)
             if work is None:
                 work = self._under_way[media.key] = self._pool.submit(self._made, media)
             else:
                 self._shared += 1
-        return _answer(work, media)
+        return work
 
     def get(self, media: Media) -> Decoded:
-        """A decoded medium; MediaError if it cannot be."""
-        return self.request(media).result()
+        """A decoded medium; MediaError if it cannot be decoded."""
+        found = _outcome(self.request(media), media)
+        if isinstance(found, MediaError):
+            raise found
+        return found
 
     def get_many(self, media: Iterable[Media]) -> "list[Decoded | MediaError]":
-        """Decoded media in order, decoded side by side; in the place of one that cannot be, its error."""
-        return [_settled(work) for work in [self.request(item) for item in media]]
+        """Decoded media in order, decoded side by side; an error in the place of one that cannot be decoded."""
+        return [found for _, found in self.each(media)]
 
     def each(self, media: Iterable[Media]) -> "Iterator[tuple[Media, Decoded | MediaError]]":
         """Media in order, each with its decoding or its error. A few are decoded ahead; no more are held at once."""
@@ -229,9 +233,9 @@ class Decoder:
             waiting.append((item, self.request(item)))
             if len(waiting) > self._ahead:
                 first, work = waiting.popleft()
-                yield first, _settled(work)
+                yield first, _outcome(work, first)
         for item, work in waiting:
-            yield item, _settled(work)
+            yield item, _outcome(work, item)
 
     @property
     def counters(self) -> DecodeCounters:
@@ -293,27 +297,11 @@ def decode(store: MediaStore, media: Media) -> Clip:
         store.source_of(media)
 
 
-def _answer(work: "Future[Decoded]", media: Media) -> "Future[Decoded]":
-    """The answer of shared work to one asker; errors name the medium as this asker does."""
-    answer: Future[Decoded] = Future()
-
-    def pass_on(work: "Future[Decoded]") -> None:
-        if work.cancelled():
-            answer.cancel()
-        if not answer.set_running_or_notify_cancel():
-            return
-        error = work.exception()
-        if error is None:
-            answer.set_result(work.result())
-        else:
-            answer.set_exception(BadClip(media.name, error.what) if isinstance(error, BadClip) else error)
-
-    work.add_done_callback(pass_on)
-    return answer
-
-
-def _settled(work: "Future[Decoded]") -> "Decoded | MediaError":
+def _outcome(work: "Future[Decoded]", media: Media) -> "Decoded | MediaError":
+    """The result of shared work, or an error that names the medium as this asker does."""
     try:
         return work.result()
+    except BadClip as error:
+        return BadClip(media.name, error.what)
     except MediaError as error:
         return error

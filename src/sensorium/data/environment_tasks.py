@@ -17,6 +17,7 @@ from typing import Any, Literal
 from sensorium.cluster.pool import WorkerFailure, WorkerPool
 from sensorium.data.media_files import read_bytes
 from sensorium.data.media_store import MediaStore
+from sensorium.data.mixture import stable_hash
 from sensorium.recipe.names import build, needs_a_row, resolve, wrong_options
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, nearest
@@ -89,7 +90,7 @@ class EnvironmentTasks:
         seen: set[str] = set()
         contents: set[str] = set()
         candidates = 1000 + 100 * size
-        found = self._contents(kind, (_hash(f"{seed}/{nth}") % 2**31 for nth in range(candidates)))
+        found = self._contents(kind, (stable_hash(f"{seed}/{nth}") % 2**31 for nth in range(candidates)))
         reported = time.monotonic()
         for nth, (candidate, content) in enumerate(found):
             contents.add(content)
@@ -180,11 +181,7 @@ def _check_options(environment: str, options: Mapping[str, Any], store: MediaSto
 
 def side(content: str) -> Literal["train", "test"]:
     """The side of the split that a start's content belongs to."""
-    return "test" if _hash(content) < TEST_SHARE * 2**64 else "train"
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return "test" if stable_hash(content) < TEST_SHARE * 2**64 else "train"
 
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")

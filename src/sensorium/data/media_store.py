@@ -17,14 +17,13 @@ from pathlib import Path
 from PIL import Image
 
 from sensorium.data.lru import LRU
-from sensorium.data.media_files import MediaLimits, busy, file_state, open_regular, read_bytes, unreadable
+from sensorium.data.media_files import MIB, MediaLimits, busy, file_state, open_regular, read_bytes, unreadable
 from sensorium.data.pictures import decode_picture
 from sensorium.runs.durable import drafted
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import Parameters
 from sensorium.vocabulary.errors import MediaError
 
-MIB = 1024 * 1024
 HASHES_KEPT = 1 << 16
 
 

@@ -321,11 +321,15 @@ def permuted(index: int, length: int, key: str) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(6):
-            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+            left, right = right, left ^ (stable_hash(f"{key}/{turn}/{right}") & mask)
         index = left << half | right
         if index < length:
             return index
+
+
+def stable_hash(text: str) -> int:
+    """A 64-bit hash that is the same in every process and version."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _rounded(value: Fraction) -> int:

@@ -8,7 +8,6 @@ Invariant: a draw is a function of how the planner was built and of the calls si
 since), so that a resumed run draws what the uninterrupted one does.
 """
 
-import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from sensorium.data.lru import LRU
 from sensorium.data.media_store import MediaStore
-from sensorium.data.mixture import BoundedPlanner, SkippedRow, TaskSource, TaskStream, with_way_out
+from sensorium.data.mixture import BoundedPlanner, SkippedRow, TaskSource, TaskStream, stable_hash, with_way_out
 from sensorium.recipe.names import build
 from sensorium.recipe.schema import PlannerSection
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
@@ -226,11 +225,7 @@ class SuccessCurriculum(MixturePlanner):
 
     def _chance(self, use: str) -> float:
         """A number from 0 to below 1, a function of the seed, the draw and the use alone."""
-        return (_hash(f"{self.stream.seed}/{use}/{self.draws}") >> 11) / 2**53
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return (stable_hash(f"{self.stream.seed}/{use}/{self.draws}") >> 11) / 2**53
 
 
 END_OF_THOUGHT = "</think>"
@@ -457,7 +452,7 @@ class CausalHistory:
             chosen = max(rewarded)[2] if rewarded else parsed[0][1]
         else:
             first = self.choice == "first"
-            chosen = parsed[0 if first else _hash(f"{self.stream.seed}/memory/{position}") % len(parsed)][1]
+            chosen = parsed[0 if first else stable_hash(f"{self.stream.seed}/memory/{position}") % len(parsed)][1]
         return list(chosen) if isinstance(chosen, tuple) else chosen
 
     def _conclude(self, position: int, memory: Memory | None) -> None:

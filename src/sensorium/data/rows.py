@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from PIL import Image
 
 from sensorium.data.lru import LRU
-from sensorium.data.media_files import file_state, open_regular, roots_of
+from sensorium.data.media_files import MIB, file_state, open_regular, roots_of
 from sensorium.data.media_store import MediaStore
 from sensorium.data.message_parsing import ClipOptions, Place
 from sensorium.data.pictures import encode_png
@@ -25,7 +25,6 @@ from sensorium.vocabulary.errors import DataChanged, RecipeError, TaskError, nea
 from sensorium.vocabulary.plain import strict_json, words
 from sensorium.vocabulary.task import Task
 
-MIB = 1024 * 1024
 ROWS_AT_ONCE = 256
 WHOLE_DIGEST = 256 * MIB
 DIGEST_TAIL = 16 * MIB

@@ -13,7 +13,6 @@ Rules of sampling, for 300 frames at 30 a second:
 Times count from the start of the file, whatever was trimmed off.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, reduce
@@ -252,7 +251,11 @@ class _Clip:
         return pictures, begins
 
     def _rewound(self) -> None:
-        self._frames = self._decoded()
+        # Frames in the order shown, each with its time; without timestamps by their number and the rate.
+        self._frames = (
+            (number / self.fps if frame.time is None else frame.time - self.zero, frame)
+            for number, frame in enumerate(self.container.decode(self.stream))
+        )
         self._current: tuple[float, Any] | None = None
         self._ahead = next(self._frames, None)
 
@@ -265,11 +268,6 @@ class _Clip:
         if self._current[1].is_corrupt:
             raise BadClip(self.name, f"the video is damaged at {time:.2f} s. Restore the file.")
         return self._current
-
-    def _decoded(self) -> Iterator[tuple[float, Any]]:
-        """Frames in the order shown, each with its time; without timestamps by their number and the rate."""
-        for number, frame in enumerate(self.container.decode(self.stream)):
-            yield (frame.time - self.zero if frame.time is not None else number / self.fps), frame
 
     def _shape(self, frame: Any) -> tuple[int, int]:
         """(width, height) as shown: with square pixels, and rotated."""

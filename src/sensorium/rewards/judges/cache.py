@@ -124,9 +124,13 @@ class AnswerCache:
     def claim(self, key: str, owner: str, seconds: float) -> bool:
         """True if ``owner`` may ask this question now: nobody else is asking, or its claim is void."""
         void: tuple[str, float] = (owner, 0.0)
-        for holder, until in self._read("SELECT owner, until FROM claims WHERE key = ?", (key,)):
-            if self._is_void(key, holder, until, seconds):
-                void = (holder, until)
+        for claim in self._read("SELECT owner, until FROM claims WHERE key = ?", (key,)):
+            now = time.monotonic()
+            if key not in self._watched or self._watched[key][0] != claim:
+                self._watched[key] = (claim, now)
+            lapsed = claim[1] < time.time() - CLOCKS_DIFFER_S or now - self._watched[key][1] > seconds
+            if lapsed or is_dead(claim[0]):
+                void = claim
         self._write(
             (
                 "INSERT INTO claims VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE SET owner = excluded.owner, "
@@ -138,14 +142,6 @@ class AnswerCache:
         if mine:
             self._watched.pop(key, None)
         return mine
-
-    def _is_void(self, key: str, owner: str, until: float, seconds: float) -> bool:
-        if is_dead(owner) or until < time.time() - CLOCKS_DIFFER_S:
-            return True
-        now = time.monotonic()
-        if key not in self._watched or self._watched[key][0] != (owner, until):
-            self._watched[key] = ((owner, until), now)
-        return now - self._watched[key][1] > seconds
 
     def renew(self, key: str, owner: str, seconds: float) -> None:
         """Extend a claim to so many seconds from now."""

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,45 +30,41 @@ FIELDS = ("azure_endpoint", "api_version", "api_key", "base_url", "model", "api_
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one model is reached. ``served_model`` is its name there."""
+    """The endpoint of one model, with the key where a file of endpoints holds it."""
 
     model: str
-    served_model: str
-    base_url: str = ""
-    azure_endpoint: str = ""
-    api_version: str = ""
-    key_env: str = ""
-    key_file: Path | None = None
+    section: JudgeEndpointSection
     key: Secret | None = field(default=None, repr=False, compare=False)
 
     @property
     def place(self) -> str:
         """The address, for errors and counts; never the key."""
-        return self.base_url or self.azure_endpoint
+        return self.section.base_url or self.section.azure_endpoint
 
     @property
     def key_source(self) -> str:
-        if self.key_env:
-            return f"the environment variable {self.key_env}"
-        return f"the file '{self.key_file}'" if self.key_file else "the file of endpoints" if self.key else "nowhere"
+        if self.section.api_key_env:
+            return f"the environment variable {self.section.api_key_env}"
+        file = self.section.api_key_file
+        return f"the file '{file}'" if file else "the file of endpoints" if self.key else "nowhere"
 
     def secret(self) -> Secret | None:
         """The key, read now; None where there is none. UnknownJudge says where it should have been."""
         subject = f"judges: the key of '{self.model}' at {self.place}"
-        found = self.key
-        if self.key_env:
-            if not os.environ.get(self.key_env, "").strip():
+        found, variable, file = self.key, self.section.api_key_env, self.section.api_key_file
+        if variable:
+            found = Secret(os.environ.get(variable, "").strip())
+            if not found.reveal():
                 raise UnknownJudge(
-                    f"{subject} should be in the environment variable {self.key_env}, which is not set. Set it where the "
-                    "run is started."
+                    f"{subject} should be in the environment variable {variable}, which is not set. Set it where the run "
+                    "is started."
                 )
-            found = Secret(os.environ[self.key_env].strip())
-        elif self.key_file is not None:
+        elif file is not None:
             try:
-                found = Secret(self.key_file.expanduser().read_text().strip())
+                found = Secret(file.expanduser().read_text().strip())
             except (OSError, UnicodeDecodeError) as error:
                 problem = error.strerror if isinstance(error, OSError) else "it is no text"
-                raise UnknownJudge(f"{subject} should be in '{self.key_file}', which cannot be read: {problem}.") from None
+                raise UnknownJudge(f"{subject} should be in '{file}', which cannot be read: {problem}.") from None
         if found is not None and not (found.reveal().isascii() and found.reveal().isprintable()):
             raise UnknownJudge(
                 f"{subject}, from {self.key_source}, has a character that no key can have: a line break, a tab or one "
@@ -80,7 +76,7 @@ class Endpoint:
 def endpoints_of(section: JudgesSection) -> dict[str, tuple[Endpoint, ...]]:
     """All endpoints by model name: the recipe's, then those of the file."""
     found = {
-        model: tuple(_of_section(model, one) for one in several) for model, several in section.endpoints.items() if several
+        model: tuple(Endpoint(model, one) for one in several) for model, several in section.endpoints.items() if several
     }
     named = section.config or (Path(os.environ[CONFIG_VARIABLE]) if os.environ.get(CONFIG_VARIABLE) else None)
     if named is None and not found and DEFAULT_CONFIG.is_file():
@@ -118,25 +114,11 @@ def _of_rows(where: str, model: str, given: Any) -> tuple[Endpoint, ...]:
             raise RecipeError(f"{where}: the values of an endpoint are texts.")
         rest = {key: value for key, value in row.items() if key != "api_key"}
         try:
-            endpoint = _of_section(model, JudgeEndpointSection(**rest))
+            section = JudgeEndpointSection(**rest)
         except ValidationError as error:
             raise RecipeError(f"{where}: {error.errors()[0]['msg']}.") from None
-        if row.get("api_key"):
-            endpoint = replace(endpoint, key=Secret(row["api_key"]))
-        found.append(endpoint)
+        found.append(Endpoint(model, section, Secret(row["api_key"]) if row.get("api_key") else None))
     return tuple(found)
-
-
-def _of_section(model: str, section: JudgeEndpointSection) -> Endpoint:
-    return Endpoint(
-        model=model,
-        served_model=section.model or model,
-        base_url=section.base_url,
-        azure_endpoint=section.azure_endpoint,
-        api_version=section.api_version,
-        key_env=section.api_key_env,
-        key_file=section.api_key_file,
-    )
 
 
 LONGEST_REST_S = 60.0

@@ -187,18 +187,16 @@ class Transport:
 
         parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
         shows_file = any(part["type"] == "video_url" for part in parts)
-        if endpoint.azure_endpoint and shows_file:
+        if endpoint.section.azure_endpoint and shows_file:
             messages = _video_files_as_images(messages)
-        extra: dict[str, Any] = {}
+        model, extra = endpoint.section.model or endpoint.model, dict(parameters)
         if schema is not None:
             named = {"name": "answer", "schema": schema, **({"strict": True} if strict(schema) else {})}
             extra["response_format"] = {"type": "json_schema", "json_schema": named}
         try:
             client = self._client(endpoint)
             async with asyncio.timeout(deadline_s):  # the client bounds single reads: a byte a second would never end
-                found = await client.chat.completions.create(
-                    model=endpoint.served_model, messages=messages, timeout=deadline_s, **parameters, **extra
-                )
+                found = await client.chat.completions.create(model=model, messages=messages, timeout=deadline_s, **extra)
         except (openai.APITimeoutError, TimeoutError):
             return CallProblem(f"{endpoint.place} did not answer within {deadline_s:g} s", "timeout")
         except openai.APIStatusError as error:
@@ -230,11 +228,12 @@ class Transport:
             if secret is not None:
                 self.secrets.append(key)
             options = {"api_key": key, "max_retries": 0, "http_client": bounded_client()}
-            self._clients[id(endpoint)] = (
-                openai.AsyncAzureOpenAI(azure_endpoint=endpoint.azure_endpoint, api_version=endpoint.api_version, **options)
-                if endpoint.azure_endpoint
-                else openai.AsyncOpenAI(base_url=endpoint.base_url, **options)
-            )
+            at = endpoint.section
+            if at.azure_endpoint:
+                options |= {"azure_endpoint": at.azure_endpoint, "api_version": at.api_version}
+                self._clients[id(endpoint)] = openai.AsyncAzureOpenAI(**options)
+            else:
+                self._clients[id(endpoint)] = openai.AsyncOpenAI(base_url=at.base_url, **options)
         return self._clients[id(endpoint)]
 
     def _reply(self, endpoint: Endpoint, found: Any) -> Reply | CallProblem:
