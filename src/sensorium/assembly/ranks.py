@@ -174,7 +174,6 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the ranks, in order."""
         return [rank.process.pid for rank in self._ranks]
 
     def ask(self, name: str, *given: Any) -> Answer:

@@ -52,7 +52,6 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        """How long it ran, or has been running."""
         return 0.0 if self.began is None else (time.monotonic() if self.ended is None else self.ended) - self.began
 
     def wait(self, seconds: float) -> bool:
@@ -94,12 +93,10 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """True while a call has not ended."""
         return self._done < self._given
 
     @property
     def alive(self) -> bool:
-        """True until its thread has ended."""
         return self._thread.is_alive()
 
     @property

@@ -301,7 +301,6 @@ class ProcessActor:
         return self._process.pid, ray.util.get_node_ip_address()
 
     def versions(self) -> dict[str, str]:
-        """The versions of what runs here."""
         return versions()
 
     def send(self, number: int, body: bytes, limit_s: float | None) -> str:
@@ -322,15 +321,12 @@ class ProcessActor:
             return None
 
     def hang_up(self, number: int) -> None:
-        """Close a connection."""
         self._frames[number].close()
 
     def alive(self) -> bool:
-        """Whether the process runs."""
         return bool(self._process.alive)
 
     def log_text(self) -> str:
-        """What the process has printed."""
         return str(self._process.log_text())
 
     def end(self, after_s: float) -> tuple[str, str]:

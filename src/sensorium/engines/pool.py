@@ -68,7 +68,6 @@ class EnginePool:
 
     @property
     def pids(self) -> list[int | None]:
-        """The process ids of the engines, by place."""
         return [getattr(place.engine, "pid", None) for place in self._places]
 
     def start(self) -> None:
@@ -143,7 +142,6 @@ class EnginePool:
 
     @property
     def places(self) -> tuple[PooledEngine, ...]:
-        """The engines, by place."""
         return tuple(self._places)
 
     def close(self) -> None:

@@ -92,12 +92,9 @@ def register() -> None:
             self.model.load_weights([*tensors.items(), *also.items()])
 
     class FileWeights(LayerwiseWeights):
-        """Weights from files."""
-
         update_info_cls = FileUpdate
 
         def receive_weights(self, update_info: Any) -> None:
-            """Load one file."""
             from safetensors.torch import load_file
 
             self.load(load_file(update_info.file, device=str(self.device)), update_info.aliases)
@@ -109,7 +106,6 @@ def register() -> None:
         update_info_cls = BroadcastUpdate
 
         def init_transfer_engine(self, init_info: Any) -> None:
-            """Join the sender's group, as a worker of this rank."""
             from sensorium.engines.weight_group import Meeting, WeightReceiver
 
             parallel = self.parallel_config
@@ -117,7 +113,6 @@ def register() -> None:
             self.receiver = WeightReceiver(Meeting(**init_info.meeting), 1 + place)
 
         def receive_weights(self, update_info: Any) -> None:
-            """Load tensors as they come."""
             from sensorium.engines.weight_group import Described
 
             described = [Described(name, dtype, tuple(shape)) for name, dtype, shape in update_info.tensors]
@@ -125,7 +120,6 @@ def register() -> None:
                 self.load(tensors, update_info.aliases)
 
         def shutdown(self) -> None:
-            """Leave the group."""
             if hasattr(self, "receiver"):
                 self.receiver.close()
 
@@ -135,7 +129,6 @@ def register() -> None:
         update_info_cls = SharedUpdate
 
         def receive_weights(self, update_info: Any) -> None:
-            """Open the memory and copy from it."""
             import torch
 
             opened = open_handles(update_info.handles, self.device)
