@@ -367,5 +367,6 @@ def test_weights_by_broadcast_arrive_whole(sighted: Bench) -> None:
                 found = talk(sighted, engine, questions(sighted), turns=1)
                 apart = {name: distance(sighted, segments) for name, segments in found.items()}
                 assert max(apart.values()) < CLOSE_TO_POLICY, apart
-            engine.restart(sighted.policy, version)
+            engine.restart()
+            engine.update_weights(sighted.policy, version)
     assert left_behind() <= before

@@ -252,13 +252,11 @@ class VllmEngine:
             self.close()
             raise
 
-    def restart(self, source: WeightSource | None = None, version: int | None = None) -> None:
-        """End what is left of the engine and start another with these weights (the policy's); its caches are empty."""
+    def restart(self) -> None:
+        """End what is left of the engine and start another with the policy's weights; its caches are empty."""
         self.close()
         self.restarts += 1
         self.start()
-        if source is not None:
-            self.update_weights(source, self.version if version is None else version)
 
     async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
         """Write one response. Cancelling the wait withdraws the request."""
