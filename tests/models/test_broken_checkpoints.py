@@ -63,7 +63,7 @@ def test_the_plan_of_a_damaged_checkpoint_is_refused_and_not_a_traceback(left: i
 
 def test_a_header_that_claims_to_be_huge_is_not_read(model: Path) -> None:
     (model / "model.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
-    with pytest.raises(RecipeError, match=r"header of model\.safetensors is said to be longer than the file"):
+    with pytest.raises(RecipeError, match=r"header of model\.safetensors"):
         read_shape(str(model))
 
 

@@ -1,11 +1,11 @@
-"""Modules that are imported when they are first used, for files that the dry run reads without torch (the families')."""
+"""Modules that are imported at their first use, so that the dry run can import the families without torch."""
 
 from importlib import import_module
 from typing import Any
 
 
 class DeferredModule:
-    """Stands for a module and imports it when an attribute is read. Files name the module itself under TYPE_CHECKING."""
+    """Imports a module when an attribute is first read. Files name the module itself under TYPE_CHECKING."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -19,8 +19,7 @@ from sensorium.vocabulary.errors import ModelError
 
 Config = dict[str, Any]
 Sizes = dict[str, Any]
-Shapes = Iterator[tuple[str, list[int]]]
-"""Names and shapes of tensors."""
+Shapes = Iterator[tuple[str, list[int]]]  # names and shapes of tensors
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class FamilyFacts:
     where the family takes several; ``more``: other keys of its config. ``rows``: of the embedding.
     ``template``: the chat template. ``tokens``: its own special tokens by the names under which its processor asks the
     tokenizer for them (none: Qwen's), ``more_tokens`` others; ``closing`` ends an assistant's turn. ``token_keys``: the
-    keys by which its config names special tokens. ``words``: what its prompts say beside those of the shipped tasks.
+    keys by which its config names special tokens. ``words``: words of its prompts that the shipped tasks do not use.
     ``processor``: builds its processor from transformers, the given tokenizer and template, and the config.
     ``before_saving``: corrects a stock model that transformers would save under other names than the published ones.
     ``published_pixels``: the least and most pixels of a picture, and of a frame (Qwen3-VL: a clip), and
@@ -142,7 +141,7 @@ def group_by_name(name: str, facts: FamilyFacts | None) -> str:
 
 @lru_cache(maxsize=1)
 def _all_parts() -> tuple[tuple[str, str], ...]:
-    """Those that say more come first: ``visual.merger`` before ``visual.``."""
+    """Longer ones come first: ``visual.merger`` before ``visual.``."""
     return tuple(sorted({part for facts in FAMILIES.values() for part in facts.parts}, key=lambda part: -len(part[0])))
 
 

@@ -60,7 +60,7 @@ def facts_of(config: dict[str, Any]) -> FamilyFacts | None:
 
 def _family(config: dict[str, Any]) -> str:
     name: str = config.get("model_type", "")
-    return name.removesuffix("_thinker")  # an Omni model without the parts that speak
+    return name.removesuffix("_thinker")  # an Omni model without the parts that generate speech
 
 
 def tensors_by_config(config: dict[str, Any]) -> dict[str, list[int]]:
@@ -118,8 +118,8 @@ def told_by_part(names: Iterable[str], most: int = 4) -> str:
     if len(names) <= most:
         return ", ".join(sorted(names))
     parts = Counter(part_of(name) for name in sorted(names))
-    told = [f"{part} ({count} {'weight' if count == 1 else 'weights'})" for part, count in parts.items()]
-    return ", ".join(told[:most]) + (f" and {len(told) - most} more parts" if len(told) > most else "")
+    shown = [f"{part} ({count} {'weight' if count == 1 else 'weights'})" for part, count in parts.items()]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more parts" if len(shown) > most else "")
 
 
 def part_of(name: str) -> str:
@@ -216,8 +216,8 @@ def read_shape(
 ) -> ModelShape | None:
     """The shape of the model that a recipe's ``model.path`` means, or None if it is not on this disk.
 
-    ``config`` stands for its config.json, where that leaves keys to the defaults of transformers; ``unused`` are prefixes
-    of weights that are not loaded.
+    ``config`` replaces its config.json, where that leaves keys to the defaults of transformers; ``unused`` are prefixes of
+    weights that are not loaded.
     """
     scheme, _, name = path.partition(":")
     if scheme == "tiny":
@@ -297,7 +297,7 @@ def _weight_shapes(folder: Path, unused: Sequence[str]) -> dict[str, list[int]]:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             if length > min(file.stat().st_size, LONGEST_HEADER):
-                raise ValueError(f"the header of {file.name} is said to be longer than the file, or than any header")
+                raise ValueError(f"the header of {file.name} claims to be longer than the file, or than any header")
             header = json.loads(opened.read(length))
         shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
     return {name.removeprefix("thinker."): shape for name, shape in shapes.items() if not is_unloaded(name, unused)}

@@ -35,11 +35,9 @@ TOKENS = {
     "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }  # fmt: skip
-MAX_TILES = 6
-"""Of a tiny model's picture."""
-
+MAX_TILES = 6  # of a tiny model's picture
+# Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners.
 WRITTEN_TOKENS = tuple(f"<{end}{name}>" for name in ("ref", "box", "quad") for end in ("", "/"))
-"""Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners."""
 
 
 def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:

@@ -72,8 +72,8 @@ SHOWN = {
 }
 WORDS = "video sound hear see tone high low loud soft"
 SOUND_PARTS = (("audio_tower.proj", "projector"), ("audio_tower.ln_post.", "projector"), ("audio_tower.", "audio"))
+# The parts of a published checkpoint that generate speech: only the thinker is trained.
 SPEAKING = r"^(talker|token2wav|code2wav)\."
-"""The parts of a published checkpoint that speak: only the thinker is trained."""
 
 
 def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
@@ -157,7 +157,7 @@ class Qwen25OmniMedia(DefaultMedia):
 
     @property
     def longest_step_s(self) -> float:
-        """How many seconds two frames of a video that is heard may stand for."""
+        """The longest time in seconds that two frames of a video with its sound may cover."""
         return self.chunk_s
 
     def expand(self, extent: Extent) -> Expansion:
@@ -169,11 +169,11 @@ class Qwen25OmniMedia(DefaultMedia):
         """A video and its sound in turn, chunk by chunk, between the marks of a sound."""
         is_sound = (self.order(video, sound) >= merged_patches(video, self.vision)).tolist()
         first, last = self.sound_marks
-        tokens = [self.placeholders["sound" if heard else "video"] for heard in is_sound]
-        return (first, *tokens, last), _runs(is_sound, heard=False), _runs(is_sound, heard=True)
+        tokens = [self.placeholders["sound" if audible else "video"] for audible in is_sound]
+        return (first, *tokens, last), _runs(is_sound, False), _runs(is_sound, True)
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """Each medium is a block: what is seen at its seconds, what is heard one token after another."""
+        """Each medium is a block: pictures and videos at their seconds, sounds one token after another."""
         blocks: list[Tensor | MarkedBlock] = []
         for i, extent in enumerate(extents):
             if extent.has_sound:
@@ -244,12 +244,12 @@ class Qwen25Omni(DefaultModel):
         return self.language_model.rotary_emb(hidden_BTH, positions_3BT)
 
 
-def _runs(is_sound: Sequence[bool], *, heard: bool) -> Runs:
-    """The runs of a kind's tokens, behind the mark that comes first."""
+def _runs(is_sound: Sequence[bool], wanted: bool) -> Runs:
+    """The runs of the sound's tokens, or the video's, after the first mark."""
     runs, start = [], 1
     for kind, several in groupby(is_sound):
         count = len(list(several))
-        if kind == heard:
+        if kind == wanted:
             runs.append((start, count))
         start += count
     return tuple(runs)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a tower with window attention, three-axis rotary positions, videos whose frames stand at their seconds."""
+"""Qwen2.5-VL: a tower with window attention, three-axis rotary positions that place video frames at their seconds."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 else:
     tower, vision_utils = DeferredModule("sensorium.models.tower"), DeferredModule("transformers.vision_utils")
 
+# Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners.
 WRITTEN_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end"))
-"""Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners."""
-
-
 SHOWN = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
 TOKEN_KEYS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
@@ -54,7 +52,7 @@ def sight_processors(
 ) -> dict[str, Any]:
     """The image and video processor of a tiny model: pictures and frames of any size, in patches.
 
-    The video processor counts the pixels of so many ``frames`` together.
+    The video processor counts the pixels of ``frames`` frames together.
     """
     look["patch_size"] = config.vision_config.patch_size
     picture = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
@@ -113,7 +111,7 @@ class Qwen25VLMedia(DefaultMedia):
         return repeated(self.placeholders[extent.kind], merged_patches(extent, self.vision))
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
-        """Each medium is a block, whose temporal steps stand at their seconds."""
+        """Each medium is a block, whose temporal steps are placed at their seconds."""
         blocks = [block for extent in extents for block in self.blocks(extent)]
         return three_axis_positions(ids_T, self.placeholders.values(), blocks)
 
@@ -176,7 +174,7 @@ def merged_sides(extent: Extent, vision: Any) -> tuple[int, int]:
 
 
 def seconds_per_step(extent: Extent, vision: Any) -> float:
-    """How many seconds a temporal patch of a video stands for; 0 for a picture."""
+    """The seconds that a temporal patch of a video covers; 0 for a picture."""
     return float(vision.temporal_patch_size * extent.seconds_per_frame)
 
 

@@ -39,8 +39,7 @@ NUMBERED = (
     "{% set sounds.count = sounds.count + 1 %}Audio {{ sounds.count }}: <|audio_bos|><|AUDIO|><|audio_eos|>{{ '\n' }}"
 )
 TEMPLATE = "{% set sounds = namespace(count=0) %}" + chat_template({"audio": NUMBERED}, system=True)
-MARGIN = 2
-"""Mel frames behind the end of a sound that its last state depends on: one for each convolution."""
+MARGIN = 2  # mel frames after the end of a sound that its last state depends on: one for each convolution
 
 
 def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:

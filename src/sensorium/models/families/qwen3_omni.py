@@ -1,8 +1,8 @@
-"""How Qwen3-Omni hears: mel frames in stretches of a second, each of which becomes 13 tokens.
+"""Qwen3-Omni's thinker: the tower of Qwen3-VL, experts, and sounds in stretches of a second, each of which is 13 tokens.
 
-The library pads the last stretch of a sound to the longest of the batch, and a sound to the longest sound, so that numbers
-depend on the company a sound is heard in. Here every stretch is a whole second and every sound is computed by itself: what
-the library gives for a sound of a second or more that is alone.
+The library pads the last stretch of a sound to the longest of the batch, and a sound to the longest sound, so that the
+numbers of a sound depend on its batch. Here every stretch is padded to a whole second and every sound is computed by
+itself: the library's numbers for a single sound of a second or more.
 """
 
 from __future__ import annotations
@@ -85,12 +85,11 @@ def tower_tensors(config: Config) -> Shapes:
     yield from affine(f"{at}.proj2", [audio["output_dim"], hidden])
 
 
-STRETCH, TOKENS = 100, 13
-"""Mel frames of a stretch, and the tokens that three halvings leave of them."""
+STRETCH, TOKENS = 100, 13  # mel frames of a stretch, and its tokens: three strides of two
 
 
 def stretched_sound_tokens(frames: int) -> int:
-    """How many features so many mel frames become: 100 → 13, 101 → 14, 250 → 33."""
+    """The number of features of ``frames`` mel frames: 100 → 13, 101 → 14, 250 → 33."""
     rest = frames % STRETCH
     for _ in range(3):
         rest = (rest - 1) // 2 + 1
@@ -119,7 +118,7 @@ class UnpaddedSounds:
 
 
 class StretchedSoundTower:
-    """The stock audio tower, with its tables made here: they are the same for a sound in any company."""
+    """The stock audio tower, with its index tables made here: a sound has the same ones in any batch."""
 
     def __init__(self, audio_tower: Any) -> None:
         if audio_tower.config.n_window * 2 != STRETCH:
@@ -195,7 +194,7 @@ class Qwen3Omni(Qwen25Omni):
         INTERLEAVED | EXPERTS,
         chat_template(SHOWN),
         DEEPSTACKED,
-        AUDIO | {"downsample_hidden_size": 16},  # the convolutions take most of it
+        AUDIO | {"downsample_hidden_size": 16},  # most weights are those of the convolutions
         more={"position_id_per_seconds": 13},
         rows=512,
         tokens=OWN_TOKENS,

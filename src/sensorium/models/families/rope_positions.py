@@ -61,7 +61,7 @@ def chunk_order(video_3N: Tensor, sound_3M: Tensor, chunk: int) -> Tensor:
     """The order [N + M] in which a video and its sound are written: by chunks of time, in each of them the video first.
 
     With chunks of 50 positions, a step of 4 tokens every 25 and 70 tokens of sound: 8 of the video, 50 of the sound, the
-    rest of the video, 20 of the sound. Numbers from N on stand for the sound.
+    rest of the video, 20 of the sound. Numbers from N on mean the sound.
     """
     return torch.argsort(torch.cat([video_3N[0] // chunk * 2, sound_3M[0] // chunk * 2 + 1]), stable=True)
 
@@ -82,7 +82,7 @@ def interleaved_block(video_3N: Tensor, sound_3M: Tensor, order_N: Tensor, *, sh
 
 
 def timed_steps(count: int, seconds: float, a_second: float) -> Tensor:
-    """Where temporal steps of so many seconds stand. The product is taken in float32 and cut, as it was in training."""
+    """Positions of temporal steps of ``seconds`` each. The product is taken in float32 and cut, as it was in training."""
     return (torch.arange(count, dtype=torch.float32) * torch.tensor(seconds, dtype=torch.float32) * a_second).long()
 
 

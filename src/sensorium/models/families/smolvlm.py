@@ -5,9 +5,9 @@ A picture of two rows of tiles and three columns, and a video of two frames, as 
     <fake_token_around_image><row_1_col_1><image> x 81<fake_token_around_image><row_1_col_2>…\n…<global-img><image> x 81…
     You are provided the following series of two frames from a 0:00:04 [H:MM:SS] video.\n\nFrame from 00:00:…
 
-The tokenizer has no token for a video, so ``<global-img>``, which no template writes, stands for one in stored segments.
-The text of a video joins what stands around it: the space before it and the empty line after it are tokenized with their
-neighbours, as the processor does.
+The tokenizer has no token for a video, so ``<global-img>``, which no template writes, is its placeholder in segments.
+The text of a video joins its neighbours: the space before it and the empty line after it are tokenized with them, as the
+processor does.
 """
 
 from __future__ import annotations

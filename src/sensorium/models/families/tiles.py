@@ -112,5 +112,5 @@ def siglip_tensors(at: str, vision: dict[str, Any]) -> Shapes:
     yield from affine(f"{at}.post_layernorm", [hidden])
 
 
+# The pooling head of a published SigLIP tower, which no family uses.
 SIGLIP_HEAD = r"(^|\.)vision_model\.head\."
-"""The pooling head of a published SigLIP tower, which no family uses."""
