@@ -1,6 +1,6 @@
 """Check a recipe's environments, tools, rewards and data without a model: a table of what was found.
 
-Exit code 0: nothing is wrong (warnings may be meant); 1: something is; 2: the recipe itself cannot be read.
+Exit code 0: no errors (warnings may be intended); 1: errors; 2: the recipe itself cannot be read.
 """
 
 import sys
@@ -33,7 +33,7 @@ def run(arguments: Namespace) -> int:
     """Validate."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from sensorium.cli.dry_run import find_names
-    from sensorium.cli.validation import Finding, model_free_session, validate
+    from sensorium.cli.validation import model_free_session, validate
 
     find_names(recipe)
     with model_free_session(recipe) as session:
@@ -42,12 +42,9 @@ def run(arguments: Namespace) -> int:
     table = Table(box=SIMPLE_HEAD, title=f"validate {recipe.name}", title_justify="left")
     for name in ("where", "check", "found", ""):
         table.add_column(name, overflow="fold")
-
-    def row(finding: Finding) -> tuple[Text, ...]:
-        return (*map(Text, (finding.where, finding.check, finding.found)), Text(finding.level, STYLES[finding.level]))
-
     for finding in findings:
-        table.add_row(*row(finding))
+        cells = map(Text, (finding.where, finding.check, finding.found))
+        table.add_row(*cells, Text(finding.level, STYLES[finding.level]))
     console.print(table)
     counts = {level: sum(finding.level == level for finding in findings) for level in STYLES}
     console.print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors", highlight=False)

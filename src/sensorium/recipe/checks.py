@@ -255,7 +255,6 @@ def problems(recipe: Recipe) -> list[Problem]:
         *_sizes(recipe.model_dump(), ""),
         *_options(recipe),
         *_batch(recipe),
-        *_selection(recipe),
         *_rollout(recipe),
         *_training(recipe),
         *_logging(recipe),
@@ -389,27 +388,22 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     name = recipe.algorithm.advantage.name
     if estimator_traits(name).compares and recipe.steps and recipe.batch.group_size < 2:
         yield "batch.group_size", f"{name} compares the episodes of a group, so group_size must be at least 2."
-
-
-def _selection(recipe: Recipe) -> Iterator[Problem]:
-    section, default = recipe.selection, SelectionSection()
-    if section.max_rounds != default.max_rounds and not section.dynamic:
+    section = recipe.selection
+    if section.max_rounds != SelectionSection().max_rounds and not section.dynamic:
         nothing = f"max_rounds {section.max_rounds} does nothing: only dynamic sampling draws in rounds"
         yield "selection.max_rounds", f"{nothing}. Set selection.dynamic: true, or leave it out."
     if section.dynamic and section.variance_share < 1:
         both = "dynamic fills a step with groups that have signal, and variance_share drops some of them again"
         yield "selection.variance_share", f"{both}. Keep one of the two."
-    if recipe.batch.group_size > 1:
-        return
-    if section.variance_share < 1:
+    alone = recipe.batch.group_size == 1
+    if alone and section.variance_share < 1:
         yield "selection.variance_share", "the rewards of a group of one never vary; set batch.group_size to 2 or more."
-    if section.dynamic and not estimator_traits(recipe.algorithm.advantage.name).greedy:
+    if alone and section.dynamic and not estimator_traits(name).greedy:
         yield "selection.dynamic", "a group of one never has signal: set batch.group_size to 2 or more."
 
 
 def _rollout(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
-    yield from _limits(recipe)
     held = rollout.engine.options.get("max_context") if rollout.engine.name in ENGINES_WITH_CONTEXT else None
     longest = max(rollout, recipe.held_out_rollout, key=lambda section: section.max_context_tokens)
     if isinstance(held, int | float) and LEAST_CONTEXT <= held < longest.max_context_tokens:
@@ -420,12 +414,9 @@ def _rollout(recipe: Recipe) -> Iterator[Problem]:
         yield "evaluation", "evaluation is asked for, but tasks.evaluate names no source of held-out tasks."
     if evaluation.temperature == 0 and evaluation.samples > 1:
         yield "evaluation.samples", "at temperature 0 every sample is the same; use samples 1, or a temperature."
-
-
-def _limits(recipe: Recipe) -> Iterator[Problem]:
-    evaluation, most = recipe.evaluation, recipe.rollout.max_episode_tokens
+    most = rollout.max_episode_tokens
     own = evaluation.max_context_tokens or evaluation.max_new_tokens
-    for section in (recipe.rollout, *([recipe.held_out_rollout] if own else [])):
+    for section in (rollout, *([recipe.held_out_rollout] if own else [])):
         if section.max_new_tokens >= section.max_context_tokens:
             long = f"max_new_tokens {section.max_new_tokens} leaves no room for a prompt"
             keys = (section.new_tokens_key, section.context_key)
@@ -441,7 +432,10 @@ def _limits(recipe: Recipe) -> Iterator[Problem]:
         yield "evaluation.max_context_tokens", f"it must be {LEAST_CONTEXT} at least, or 0 for that of rollout."
     if 0 < most < evaluation.max_new_tokens:
         ends = f"rollout.max_episode_tokens ends episodes of evaluation at {most} tokens, too"
-        yield "evaluation.max_new_tokens", f"{ends}, so {evaluation.max_new_tokens} is out of reach."
+        yield (
+            "evaluation.max_new_tokens",
+            f"{ends}, so {evaluation.max_new_tokens} is out of reach: raise that, or lower this.",
+        )
 
 
 def _logging(recipe: Recipe) -> Iterator[Problem]:
