@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.runs import checkpoint_layout
-from sensorium.runs.checkpoint_layout import FileContent, contents_of, differences, digest_of
+from sensorium.runs.checkpoint_layout import FileContent, contents_of, differences, digests_of
 
 
 def test_every_kind_of_damage_is_named(tmp_path: Path) -> None:
@@ -35,10 +35,10 @@ def test_the_digest_sees_every_piece_and_their_order(tmp_path: Path, monkeypatch
     whole = os.urandom(3_500)
     path = tmp_path / "file"
     path.write_bytes(whole)
-    before = digest_of(path)
-    assert digest_of(path) == before
+    before = digests_of([path])[path]
+    assert digests_of([path])[path] == before
     for at in (0, 999, 1000, 2500, 3499):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert digest_of(path) != before
+        assert digests_of([path])[path] != before
     path.write_bytes(whole[1000:2000] + whole[:1000] + whole[2000:])
-    assert digest_of(path) != before
+    assert digests_of([path])[path] != before

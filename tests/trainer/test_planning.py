@@ -13,10 +13,9 @@ from sensorium.data.mixture import TaskStream
 from sensorium.data.planner import GroupOutcome, MixturePlanner, PlannedTasks
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.runs.checkpoint_layout import digest_of
+from sensorium.runs.checkpoint_layout import TRAINER_STATE, digests_of
 from sensorium.runs.episodes import read_groups
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.trainer.checkpoint import STATE
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, TaskError
@@ -153,7 +152,7 @@ def test_a_checkpoint_from_before_there_were_planners_goes_on(tmp_path: Path) ->
 def test_a_checkpoint_of_another_planner_is_refused(tmp_path: Path) -> None:
     train(small(tmp_path / "run", "steps=1"))
     trainer = open_trainer(planned(tmp_path / "other", "success_curriculum"), RunDirectory(tmp_path / "other").create())
-    state = torch.load(tmp_path / "run/checkpoints/step_000001" / STATE, weights_only=True)
+    state = torch.load(tmp_path / "run/checkpoints/step_000001" / TRAINER_STATE, weights_only=True)
     with pytest.raises(CheckpointError, match="drawn by the planner 'mixture' and the recipe names 'success_curriculum'"):
         trainer.restore(state)
     trainer.close()
@@ -182,10 +181,11 @@ def test_options_of_a_planner_are_checked_with_the_recipe() -> None:
 def rewritten(run: Path) -> None:
     """Write the last checkpoint as it was before there were planners."""
     folder = run / "checkpoints/step_000002"
-    state = torch.load(folder / STATE, weights_only=True)
+    state = torch.load(folder / TRAINER_STATE, weights_only=True)
     tasks = state.pop("tasks")
-    torch.save(state | {"position": tasks["state"]["position"]}, folder / STATE)
+    torch.save(state | {"position": tasks["state"]["position"]}, folder / TRAINER_STATE)
     marker = folder / "COMPLETE"
     listed = json.loads(marker.read_text())
-    listed["files"][str(STATE)] = {"size": (folder / STATE).stat().st_size, "digest": digest_of(folder / STATE)}
+    path = folder / TRAINER_STATE
+    listed["files"][TRAINER_STATE] = {"size": path.stat().st_size, "digest": digests_of([path])[path]}
     marker.write_text(json.dumps(listed))

@@ -13,7 +13,7 @@ from sensorium.learner.credited_episode import Assessment, CreditedEpisode, Grou
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
 from sensorium.learner.learner_protocol import RunLearner
-from sensorium.learner.saved_state import STATE, local_of, read_learner_state, write_learner_state
+from sensorium.learner.saved_state import local_of, read_learner_state, write_learner_state
 from sensorium.models.fused import Recomputation
 from sensorium.models.policy import Policy, Reference
 from sensorium.recipe.activations import TowerRoom
@@ -21,11 +21,10 @@ from sensorium.recipe.plan import GIB, given_recomputation, learners_memory, lea
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import read_shape
 from sensorium.recipe.traits import estimator_traits
+from sensorium.runs.checkpoint_layout import LEARNER_STATE, TRAINER_FOLDER
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
-
-OWN = "trainer"  # the folder of a checkpoint with the state of learner and trainer
 
 
 class LocalLearner:
@@ -100,18 +99,18 @@ class LocalLearner:
 
     def save_state(self, folder: Path) -> None:
         """Write the learner's state alone. All ranks of a team call it together."""
-        (folder / OWN).mkdir(parents=True, exist_ok=True)
+        (folder / TRAINER_FOLDER).mkdir(parents=True, exist_ok=True)
         state = {"warming": self._warming, "version": self.version, "learner": self._stage.state_dict()}
-        write_learner_state(state, folder / OWN, self._models.team)
+        write_learner_state(state, folder / TRAINER_FOLDER, self._models.team)
 
     def load(self, folder: Path) -> None:
         """Go on exactly where ``save`` was called."""
-        if not (folder / OWN / STATE).exists():
+        if not (folder / TRAINER_FOLDER / LEARNER_STATE).exists():
             raise CheckpointError(
-                f"'{folder}' has no {OWN}/{STATE}: an older version wrote it. Continue with that version, or start a new "
-                "run from its weights (model.path)."
+                f"'{folder}' has no {TRAINER_FOLDER}/{LEARNER_STATE}: an older version wrote it. Continue with that version, "
+                "or start a new run from its weights (model.path)."
             )
-        state = read_learner_state(folder / OWN, self._models.team)
+        state = read_learner_state(folder / TRAINER_FOLDER, self._models.team)
         self._warming, self._policy.version = state["warming"], state["version"]
         begun = not self._warming
         reference = resume_reference(self._recipe, self._policy, self._directory, self._models) if begun else None

@@ -9,10 +9,9 @@ from sensorium.data.media_store import MediaStore
 from sensorium.learner.team import ALONE, Team
 from sensorium.models.checkpoint_path import CheckpointSource, describe_source
 from sensorium.models.load import load_policy
-from sensorium.models.lora import FOLDER
 from sensorium.models.policy import FormerSelf, FrozenCopy, Policy, Reference
 from sensorium.recipe.schema import LoraSection, Recipe
-from sensorium.runs.checkpoint_layout import refuse_damaged
+from sensorium.runs.checkpoint_layout import ADAPTER_FOLDER, refuse_damaged
 from sensorium.runs.durable import drafted, write_whole
 from sensorium.runs.run_directory import RunDirectory
 
@@ -85,7 +84,7 @@ def load_trained(
     policy = load_model(recipe, recipe.model.path, store, lora, decoder, commit=_commit_of_run(recipe, checkpoint))
     if checkpoint is not None:
         assert policy.adapters is not None
-        policy.adapters.load(checkpoint / FOLDER)
+        policy.adapters.load(checkpoint / ADAPTER_FOLDER)
     return policy
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sensorium.cli.train import tie_note
-from sensorium.runs.checkpoint_layout import checkpoint_of_run, refuse_damaged
+from sensorium.runs.checkpoint_layout import ADAPTER_FOLDER, MARKER, TRAINER_FOLDER, checkpoint_of_run, refuse_damaged
 from sensorium.runs.durable import drafted, read_json, writing
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, WriteFailed
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from sensorium.models.checkpoint_path import CheckpointSource
     from sensorium.recipe.schema import ModelSection
 
-ADAPTER = "adapter"
-NOT_THE_MODEL = ("trainer", "COMPLETE", ADAPTER)
+NOT_THE_MODEL = (TRAINER_FOLDER, MARKER, ADAPTER_FOLDER)
 COPIED = (
     "ATTENTION: {problem}. So the checkpoint was copied as it is in the run: the layout that transformers 5 writes, which "
     "transformers 4.57, vLLM and SGLang may refuse or misread. Name the source (of a quantized one, the model that it was "
@@ -96,7 +95,7 @@ def export(
     ``layout`` names the checkpoint whose layout is used, if not the run's own source.
     """
     _refuse_present(target)
-    if adapter and not (checkpoint / ADAPTER).is_dir():
+    if adapter and not (checkpoint / ADAPTER_FOLDER).is_dir():
         raise CheckpointError(
             f"'{checkpoint}' has no adapter: its run trained the weights themselves (model.lora.rank is 0). Export it "
             "without --adapter."
@@ -111,7 +110,7 @@ def export(
             unused = _model_section(recipe).unused_weights if recipe.is_file() else ()
             notes += write_published(checkpoint, published, draft, unused).sentences()
         else:
-            _copy(checkpoint / ADAPTER if adapter else checkpoint, draft)
+            _copy(checkpoint / ADAPTER_FOLDER if adapter else checkpoint, draft)
     return notes
 
 
@@ -166,7 +165,7 @@ def _published_source(checkpoint: Path, layout: str | None) -> tuple[Path | None
         passed: set[Path] = set()
         while True:
             folder = found.find()
-            if not (folder / "COMPLETE").exists():  # no checkpoint of another run
+            if not (folder / MARKER).exists():  # no checkpoint of another run
                 break
             if folder.resolve() in passed:
                 raise CheckpointError(f"the runs that '{checkpoint}' comes from name each other as their source")

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from sensorium.learner.team import ALONE, Team
+from sensorium.runs.checkpoint_layout import LEARNER_SHARDS, LEARNER_STATE
 from sensorium.vocabulary.errors import CheckpointError
 
 PLAIN = (str, int, float, bool, type(None))
@@ -129,7 +130,6 @@ def copy_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 # moments.w.exp_avg, some rows of it in each rank's file
 
 
-STATE, SHARDS = "learner.pt", "shards"
 MARK = "spread"
 
 
@@ -140,16 +140,16 @@ def write_learner_state(state: dict[str, Any], folder: Path, team: Team = ALONE)
     if spread:
         import torch.distributed.checkpoint as dcp
 
-        writer = dcp.HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
+        writer = dcp.HuggingFaceStorageWriter(str(folder / LEARNER_SHARDS), save_distributed=True)
         dcp.save(spread, storage_writer=writer)
     if team.rank == 0:
-        save_state(plain, folder / STATE)
+        save_state(plain, folder / LEARNER_STATE)
 
 
 def read_learner_state(folder: Path, team: Team = ALONE) -> Any:
     """A state as it was written; spread tensors are whole in one process, and spread over the ranks of a team."""
-    state = load_state(folder / STATE)
-    shards = folder / SHARDS
+    state = load_state(folder / LEARNER_STATE)
+    shards = folder / LEARNER_SHARDS
     return _together(state, _read_shards(shards, team)) if shards.is_dir() else state
 
 

@@ -23,7 +23,6 @@ from sensorium.recipe.schema import LoraSection
 from sensorium.recipe.shape import ends_in
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
-FOLDER = "adapter"
 WEIGHTS = "adapter_model.safetensors"
 NAME = "default"  # peft's name of a model's only adapter
 Prefixes = Mapping[str, tuple[str, ...]]  # of parameter names, by group

@@ -23,13 +23,14 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.encoding import Counters, Encoder, MediaCounts
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
-from sensorium.models.lora import FOLDER, Adapters
+from sensorium.models.lora import Adapters
 from sensorium.models.matched import matched_layers
 from sensorium.models.quiet import quiet
 from sensorium.models.segment_layout import Features, Placement, sent_to
 from sensorium.models.tower import keeping_blocks, recompute_blocks
 from sensorium.models.weight_files import saving_weights
 from sensorium.recipe.activations import TowerRoom
+from sensorium.runs.checkpoint_layout import ADAPTER_FOLDER
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch
 
@@ -316,8 +317,8 @@ class Policy:
             self.chat.save(folder)
         if self.adapters is not None:
             self.adapters.add_into(folder)
-            with saving_weights(folder / FOLDER):
-                self.adapters.save(folder / FOLDER)
+            with saving_weights(folder / ADAPTER_FOLDER):
+                self.adapters.save(folder / ADAPTER_FOLDER)
 
 
 def _places(placements: Sequence[Placement], hidden_BTH: Tensor) -> Tensor:

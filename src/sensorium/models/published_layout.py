@@ -25,12 +25,13 @@ from torch import Tensor
 from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, weight_files
 from sensorium.recipe.family_facts import is_unloaded
 from sensorium.recipe.shape import told_by_part
+from sensorium.runs.checkpoint_layout import MARKER
 from sensorium.vocabulary.errors import CheckpointError
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 OTHER_WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*", "*.bin", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
-NOT_CARRIED = ("README.md", "COMPLETE", ".*", *OTHER_WEIGHTS)  # files of a source that an export does not copy
+NOT_CARRIED = ("README.md", MARKER, ".*", *OTHER_WEIGHTS)  # files of a source that an export does not copy
 
 
 def common_name(name: str) -> str:

@@ -24,15 +24,22 @@ from sensorium.learner.credited_episode import CreditedEpisode, CriticValues
 from sensorium.learner.learner_protocol import RunLearner
 from sensorium.learner.saved_state import load_state, save_state
 from sensorium.recipe.load import load_recipe
-from sensorium.runs.checkpoint_layout import MARKER, Best, CheckpointFolder, contents_of, problems_of, remove_checkpoint
+from sensorium.runs.checkpoint_layout import (
+    DRAFT,
+    MARKER,
+    TRAINER_STATE,
+    Best,
+    CheckpointFolder,
+    contents_of,
+    problems_of,
+    remove_checkpoint,
+)
 from sensorium.runs.durable import cannot_write, flush, read_json, write_whole, writing
 from sensorium.runs.episodes import read_groups, write_episodes
 from sensorium.runs.run_directory import RunDirectory, step_name
 from sensorium.trainer.health.monitor import refuse_ruined
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, LearnerLost, NonFiniteUpdate, RecordError
-
-STATE = Path("trainer") / "state.pt"
 
 
 class Checkpoints(CheckpointFolder):
@@ -53,13 +60,13 @@ class Checkpoints(CheckpointFolder):
         refuse_ruined(learner, step, self.complete)
         self._retain(self.best(), {protect})
         target = self.path(step)
-        draft = self.folder / f".draft_{target.name}"
+        draft = self.folder / f"{DRAFT}{target.name}"
         shutil.rmtree(draft, ignore_errors=True)
         with _writing(draft):
             self.folder.mkdir(parents=True, exist_ok=True)
             learner.save(draft)
-            (draft / STATE).parent.mkdir(exist_ok=True)
-            save_state(state, draft / STATE)
+            (draft / TRAINER_STATE).parent.mkdir(exist_ok=True)
+            save_state(state, draft / TRAINER_STATE)
             files = contents_of(draft)
             for name in files:
                 flush(draft / name)
@@ -72,7 +79,7 @@ class Checkpoints(CheckpointFolder):
             os.replace(draft, target)
             flush(self.folder)
         if best is not None:
-            write_whole(self.folder / "best.json", json.dumps(best.plain()))
+            self.write_best(best)
         self._retain(best, {step, protect})
         return target
 
@@ -85,7 +92,7 @@ class Checkpoints(CheckpointFolder):
             raise CheckpointError(
                 f"checkpoint '{path}' is not complete: {problems[0]}. The last complete one is of step: {last}."
             )
-        return load_state(path / STATE)
+        return load_state(path / TRAINER_STATE)
 
     def _retain(self, best: Best | None, others: set[int | None]) -> None:
         kept = {*self.complete()[-self.keep :], *others}

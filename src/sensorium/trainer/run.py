@@ -40,7 +40,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.report.page import write_report
 from sensorium.report.tables import disk_note
 from sensorium.report.watcher import Watcher, Watchers
-from sensorium.runs.checkpoint_layout import has_digests, refuse_foreign
+from sensorium.runs.checkpoint_layout import listed_files, refuse_foreign
 from sensorium.runs.durable import cannot_write, full_disk_error, read_rows, refuse_full
 from sensorium.runs.ledger import Ledger
 from sensorium.runs.run_directory import NAME as LOCK
@@ -231,10 +231,7 @@ def _shared_with(other: Path) -> str:
 def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints) -> tuple[int, list[str]]:
     """The newest checkpoint that is as it was written, and what is worth saying about it and about damaged newer ones."""
     damaged = checkpoints.set_damaged_aside()
-    notes = [
-        f"ATTENTION: the checkpoint of step {one.step} is damaged ({one.reason}); it was set aside as '{one.place}'."
-        for one in damaged
-    ]
+    notes = list(damaged)
     complete = checkpoints.complete()
     if not complete:
         raise RecordError(" ".join(notes) + " " + str(no_checkpoint(directory))) if notes else no_checkpoint(directory)
@@ -256,7 +253,7 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
             "back, such as whether anything was trained, know of no earlier step."
         )
     notes += _lost_files(recipe, directory, last)
-    if not has_digests(checkpoints.path(last)):
+    if not all(content.digest for content in listed_files(checkpoints.path(last)).values()):
         notes.append(f"the checkpoint of step {last} has no digests (an older version wrote it); only sizes were checked.")
     if last == recipe.warm_start.steps + recipe.steps:
         notes.append(
