@@ -107,8 +107,8 @@ class LocalLearner:
         """Go on exactly where ``save`` was called."""
         if not (folder / TRAINER_FOLDER / LEARNER_STATE).exists():
             raise CheckpointError(
-                f"'{folder}' has no {TRAINER_FOLDER}/{LEARNER_STATE}: an older version wrote it. Continue with that version, "
-                "or start a new run from its weights (model.path)."
+                f"'{folder}' has no {TRAINER_FOLDER}/{LEARNER_STATE}: an older version wrote it. Continue with that "
+                "version, or start a new run from its weights (model.path)."
             )
         state = read_learner_state(folder / TRAINER_FOLDER, self._models.team)
         self._warming, self._policy.version = state["warming"], state["version"]

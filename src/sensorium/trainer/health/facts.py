@@ -1,4 +1,4 @@
-"""What the rules look at: a step's row of metrics, its episodes, and what earlier rows of the run come to.
+"""The facts that rules look at: a step's row of metrics, its episodes, and a digest of the run's earlier rows.
 
 ``History`` is a function of the rows alone, so that a resumed run reads it back from metrics.jsonl and judges as the
 uninterrupted one did.
@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
 
 from sensorium.recipe.schema import Recipe
 from sensorium.rewards.reward_term import ComparingTerm
@@ -30,7 +29,7 @@ def has_trained(row: Row) -> bool:
 
 
 class History:
-    """What the rows so far come to. ``rows`` are the last few of RL; ``first`` is RL's first.
+    """A digest of the rows so far. ``rows`` are the last few of RL; ``first`` is RL's first.
 
     ``held_out`` is the first held-out accuracy on record: after the warm start, or at the first evaluation of RL.
     ``losses`` counts processes that were replaced and what was done again for them, since the run began.
@@ -50,7 +49,7 @@ class History:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Take in a step's row."""
+        """Add a step's row."""
         row = {name: float(value) for name, value in row.items() if isfinite(value)}  # as metrics.jsonl keeps it
         rl, trained = "groups/trained" in row, has_trained(row)
         self.steps += 1
@@ -64,29 +63,25 @@ class History:
         self.losses = self.losses_with(row)
         self._counted |= {name: row[name] for name in REPLACEMENTS if name in row}
         if rl:
-            self._add_rl(row)
+            self.first = self.first or row
+            self.rows.append(row)
+            for name in ("accuracy", "reward/mean"):
+                if known := [earlier[name] for earlier in self.rows if name in earlier]:
+                    self.best[name] = max(self.best.get(name, -float("inf")), sum(known) / len(known))
+            for name, value in row.items():
+                if name.startswith("reward/"):
+                    low, high = self.term_range.get(name, (value, value))
+                    self.term_range[name] = (min(low, value), max(high, value))
 
     def resumed(self) -> None:
         """The processes of the rows so far are gone: counts of those that follow begin at 0."""
         self._counted = {}
 
     def losses_with(self, row: Row) -> dict[str, float]:
-        """The losses with those of the row that follows. A count that is lower than before has begun anew."""
+        """The losses with those of the row that follows. A count that is lower than before has restarted at 0."""
         counts = {name: (row[name], self._counted.get(name, 0.0)) for name in REPLACEMENTS if name in row}
         grown = {name: now - (before if now >= before else 0.0) for name, (now, before) in counts.items()}
         return self.losses | {name: self.losses.get(name, 0.0) + more for name, more in grown.items() if more > 0}
-
-    def _add_rl(self, row: Row) -> None:
-        self.first = self.first or row
-        self.rows.append(row)
-        for name in ("accuracy", "reward/mean"):
-            known = [earlier[name] for earlier in self.rows if name in earlier]
-            if known:
-                self.best[name] = max(self.best.get(name, -float("inf")), sum(known) / len(known))
-        for name, value in row.items():
-            if name.startswith("reward/"):
-                low, high = self.term_range.get(name, (value, value))
-                self.term_range[name] = (min(low, value), max(high, value))
 
 
 @dataclass(frozen=True)
@@ -118,12 +113,6 @@ class HeldOutResult:
     def text(self) -> str:
         """Accuracy and interval in percent: ``60.9 % [48.7 to 71.9]``."""
         return f"{100 * self.accuracy:.1f} % [{100 * self.low:.1f} to {100 * self.high:.1f}]"
-
-
-def held_out_result(step: int, summary: Mapping[str, Any]) -> HeldOutResult | None:
-    """What an evaluation's summary says of accuracy; None where no term tells right from wrong."""
-    accuracy, interval = summary.get("accuracy"), summary.get("interval")
-    return None if accuracy is None or not interval else HeldOutResult(step, accuracy, *interval)
 
 
 @dataclass(frozen=True)
@@ -175,17 +164,16 @@ def unanswered(scorer: Scorer, groups: Iterable[Group], most: int = 64) -> dict[
             continue
         known = [(g.task, e) for g in groups for e in g.episodes if e.turns and was_judged(e, term.name)][:most]
         if known:
-            found[term.name] = (sum(_answer(term, task, e) is None for task, e in known), len(known))
+            without = 0
+            for task, episode in known:
+                try:
+                    without += term.extract(task, episode) is None
+                except Exception:  # a user's term that fails here has found nothing
+                    without += 1
+            found[term.name] = (without, len(known))
     return found
 
 
 def was_judged(episode: Episode, term: str) -> bool:
     """True if a term gave the episode a score."""
     return any(score.name == term and not score.missing for score in episode.scores)
-
-
-def _answer(term: ComparingTerm, task: Task, episode: Episode) -> str | None:
-    try:
-        return term.extract(task, episode)
-    except Exception:  # a term of the user's that fails here is counted as one that found nothing
-        return None

@@ -1,7 +1,10 @@
-"""Rules about what updates do to the model: rates and gradients, entropy, a sudden loss, the engine, and sight."""
+"""The health rules. Each is a pure function of a step's facts: what is wrong, the likely cause and what to do, or None.
+
+The first line of a rule's docstring is its row on the page docs/reference/health.md.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import hypot, sqrt
 from statistics import NormalDist
@@ -12,6 +15,7 @@ from sensorium.recipe.traits import estimator_traits
 from sensorium.report.terminal import visible
 from sensorium.rewards.reward_term import tagged
 from sensorium.runs.metrics import Finding
+from sensorium.runs.run_directory import step_name
 from sensorium.trainer.health.facts import RECENT, HeldOutResult, StepFacts, lacks_answer, was_judged
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.metric_names import REPLACEMENTS
@@ -22,19 +26,23 @@ LARGEST_RATE = 0.05
 LARGEST_GRADIENT = 1e3
 LARGEST_RATIO = 100.0
 SMALLEST_SHARE = 0.1
-FRESH_SHARE = 0.25
-"""Effective share of the tokens of a step below which what older weights wrote no longer bears on the new ones."""
+FRESH_SHARE = 0.25  # effective share of a step's tokens below which stale episodes no longer bear on the new weights
 COLLAPSED = 0.05
-NO_GAIN, LEARNED = 0.02, 0.15
-"""Held-out accuracy that gained no more than the first, while training accuracy gained more than the second."""
-BY_CHANCE = 0.01
-"""How often a fall may be told of accuracy that only varies, divided by the number of comparisons."""
+NO_GAIN, LEARNED = 0.02, 0.15  # held-out accuracy gained at most the first, training accuracy more than the second
+BY_CHANCE = 0.01  # probability of a false alarm, divided by the number of comparisons
 SURE = 4.0
-ROUNDING = 1e-5
-"""The largest difference of a log-prob that float32 on a CPU explains, in units of the logits' scale (at least 1)."""
-LARGEST_KL = 2e-2
-"""The largest KL of engine and learner that bfloat16 or a GPU's kernels explain."""
+ROUNDING = 1e-5  # largest difference of log-probs, by the logits' scale (at least 1), that float32 on a CPU explains
+LARGEST_KL = 2e-2  # largest KL of engine and learner that bfloat16 or a GPU's kernels explain
 BLANKED = {"picture": "pictures blanked", "video": "videos blanked", "sound": "sound muted"}
+FAILED_SHARE = 0.1
+IN_A_ROW = 3  # steps without reward or variance before a warning: a single step of few prompts may be chance
+FEWEST = 4  # episodes that a claim about all of them must rest on
+# Terms, by part, that lower the reward of responses they are to prevent, and their value for all other responses.
+GUARDS = {
+    "token_length": {"": 1.0},
+    "overlong": {"": 0.0},
+    "episodic_memory": {"/think": 0.0, "/format": 0.0},
+}
 
 
 def learning_rate(facts: StepFacts) -> Finding | None:
@@ -85,8 +93,8 @@ def sudden_loss(facts: StepFacts) -> Finding | None:
 def held_out_fall(facts: StepFacts) -> Finding | None:
     """Held-out accuracy is clearly below the run's first or best evaluation: their intervals do not overlap.
 
-    It stands until the next evaluation. The more evaluations there are, the further apart the best and the worst of them
-    lie by chance, so the gap must be one that so many comparisons do not explain. Below the first one it is grave.
+    It lasts until the next evaluation. The more evaluations there are, the further apart the best and the worst of them
+    lie by chance, so the gap must exceed what so many comparisons explain. Below the first evaluation it is grave.
     """
     if len(facts.held_out) < 2:
         return None
@@ -98,37 +106,32 @@ def held_out_fall(facts: StepFacts) -> Finding | None:
     was = first if below_first else best
     start = "before training" if was.step == 0 else f"at step {was.step}"
     what = f"held-out accuracy fell from {was.text} {start} to {now.text} at step {now.step}"
-    causes = ["the learning rate is too high", "the reward pays something else than the evaluation asks for"]
+    causes = ["the learning rate is too high", "the reward favours something else than the evaluation asks for"]
     rl = now.step > facts.recipe.warm_start.steps
     lower = "optimizer.lr" if rl else "warm_start.optimizer.lr"
     if rl and facts.recipe.schedule.name != "synchronous":
         causes.append(f"the episodes are stale (schedule: {facts.recipe.schedule.name})")
         lower += " or schedule.max_staleness"
-    advice = f"Lower {lower} and read the episodes in the report; {_best_checkpoint(facts, best)}"
+    if best.step == 0:
+        where = "nothing trained so far was better than the model before training"
+    elif facts.recipe.checkpoint.best == "eval/accuracy":
+        where = f"the checkpoint of step {best.step} is kept as the best (checkpoint.best)"
+    else:
+        where = f"the best was step {best.step}, and checkpoint.best: eval/accuracy would keep its checkpoint"
+    advice = f"Lower {lower} and read the episodes in the report; {where}"
     return Finding("held_out_fall", what, ", or ".join(causes), advice, grave=below_first)
 
 
 def _clearly_below(now: HeldOutResult, was: HeldOutResult, comparisons: int) -> bool:
-    """True if two intervals do not overlap, and the gap is larger than chance makes the largest of so many."""
     error = hypot(was.accuracy - was.low, now.high - now.accuracy) / Z95
     errors = NormalDist().inv_cdf(1 - BY_CHANCE / comparisons)
     return now.high < was.low and was.accuracy - now.accuracy > errors * error
 
 
-def _best_checkpoint(facts: StepFacts, best: HeldOutResult) -> str:
-    """Where the model of the best evaluation is."""
-    if best.step == 0:
-        return "nothing trained so far was better than the model before training"
-    if facts.recipe.checkpoint.best == "eval/accuracy":
-        return f"the checkpoint of step {best.step} is kept as the best (checkpoint.best)"
-    return f"the best was step {best.step}, and checkpoint.best: eval/accuracy would keep its checkpoint"
-
-
 def held_out(facts: StepFacts) -> Finding | None:
     """Accuracy rose on training tasks, to above that on held-out ones, which did not rise.
 
-    Training accuracy is sampled, held-out accuracy often greedy: only if training is above the held-out interval is there
-    anything that was learned by heart.
+    Training accuracy is sampled, held-out accuracy often greedy, so training must be above the held-out interval.
     """
     first, now = facts.history.held_out, facts.row.get("eval/accuracy")
     before, recent = facts.history.first.get("accuracy"), facts.recent("accuracy")
@@ -163,8 +166,8 @@ def entropy_collapse(facts: StepFacts) -> Finding | None:
 def mismatch(facts: StepFacts) -> Finding | None:
     """The engine sampled from another distribution than the learner trains.
 
-    ``mismatch/relative`` is in the row where float32 is computed on the CPU, where only rounding may part them; it compares
-    log-probs of the whole policy, so that top-p and top-k are no excuse. Elsewhere the KL is bounded.
+    ``mismatch/relative`` is in the row for float32 on the CPU, where only rounding may part them; it compares log-probs of
+    the whole policy, without top-p and top-k. Elsewhere the KL is bounded.
     """
     row, native = facts.row, facts.recipe.rollout.engine.name in ("native", "process")
     relative, kl = row.get("mismatch/relative"), row.get("mismatch/kl", 0.0)
@@ -235,23 +238,6 @@ def blind(facts: StepFacts) -> Finding | None:
     return None
 
 
-# A rule is a pure function of a step's facts; it returns what is wrong, the likely cause and what to do, or None.
-
-
-RuleFunction = Callable[[StepFacts], Finding | None]
-FAILED_SHARE = 0.1
-IN_A_ROW = 3
-"""Steps without pay or variance before it is said: one such step of few prompts may be chance."""
-FEWEST = 4
-"""Episodes that a claim about all of them must rest on."""
-GUARDS = {
-    "token_length": {"": 1.0},
-    "overlong": {"": 0.0},
-    "episodic_memory": {"/think": 0.0, "/format": 0.0},
-}
-"""Terms, by part, that take pay away from responses they are to prevent, and what they give where there is none."""
-
-
 def no_update(facts: StepFacts) -> Finding | None:
     """The step made no update: nothing of what was played could be trained on."""
     if not facts.row.get("policy/skipped"):
@@ -261,10 +247,9 @@ def no_update(facts: StepFacts) -> Finding | None:
         first = next((e.failure for e in facts.episodes if e.failure), "nothing was played")
         return Finding("no_update", "the warm start made no update", _brief(first), advice, grave=True)
     reason = next(iter(facts.evidence.fates.values()), "no group was left to train on")
-    advice = f"Look at the episodes and their scores in episodes/step_{facts.step:06d}.jsonl"
-    return Finding(
-        "no_update", "no update was made", f"the first episode was left out: {_brief(reason)}", advice, grave=True
-    )
+    cause = f"the first episode was left out: {_brief(reason)}"
+    advice = f"Look at the episodes and their scores in episodes/{step_name(facts.step)}.jsonl"
+    return Finding("no_update", "no update was made", cause, advice, grave=True)
 
 
 def failed_episodes(facts: StepFacts) -> Finding | None:
@@ -328,49 +313,37 @@ def no_answer(facts: StepFacts) -> Finding | None:
         looked_at = [(task, e) for task, e in facts.played if e.turns and was_judged(e, name)]
         of_all = f" (it looked at {judged} of {len(looked_at)})" if judged < len(looked_at) else ""
         looked_at = looked_at[:judged]
-        texts = [episode.response for _, episode in looked_at]
-        what = f"'{name}' found no answer in any of {judged} responses{of_all}, so it pays none of them"
-        if shown := _unrewarded_demonstrations(facts):
-            return Finding("no_answer", what, *shown, grave=True)
-        whole = [text for text in texts if tagged(text) is not None]
-        unclosed = [episode for _, episode in looked_at if _lacks_closing_tag(episode.response)]
-        if len(unclosed) >= len(texts) / 2 and len(unclosed) > len(whole):
-            return _unclosed_answers(what, unclosed, facts)
-        if not whole:
-            cause = f"it reads what stands in <answer>…</answer>, and no response has that, such as {_quoted(texts[0])}"
-            ask = "Ask for the tag in the prompt (option instruction of a source with columns), show it"
-            if any(_asks_for_tag(task, episode) for task, episode in looked_at):
-                ask = "The prompt asks for the tag, but this model does not write it yet. Show it"
-            advice = (
-                f"{ask} in a warm start, pay for it with the term 'format', or let '{name}' read whole responses (its "
-                "option fallback: true)"
-            )
-            return Finding("no_answer", what, cause, advice, grave=True)
-        cause = f"what stands in <answer>…</answer> is in another form than it reads, such as {_quoted(whole[0])}"
-        return Finding("no_answer", what, cause, "Choose the term that reads such answers, or ask for its form", grave=True)
+        what = f"'{name}' found no answer in any of {judged} responses{of_all}, so it gives each of them 0"
+        cause, advice = _unrewarded_demonstrations(facts) or _unread_answers(name, looked_at, facts)
+        return Finding("no_answer", what, cause, advice, grave=True)
     return None
 
 
-def _lacks_closing_tag(text: str) -> bool:
-    """Whether an answer is begun and none is ended: ``The circle is <answer>re``."""
-    return "<answer>" in text and tagged(text) is None
-
-
-def _unclosed_answers(what: str, unclosed: Sequence[Episode], facts: StepFacts) -> Finding:
-    """Responses that end within their answer: cut off by the budget, or ended so by the model."""
-    count, cut, limit = len(unclosed), sum(map(_was_cut, unclosed)), facts.recipe.rollout.max_new_tokens
-    cause = f"{count} of them have <answer> and end before </answer>, such as {_quoted(unclosed[0].response)}"
-    advice = "Show the closing tag in a warm start, or pay for it with the term 'format'"
-    if cut:
-        cause += f"; {cut} were cut off at rollout.max_new_tokens {limit}"
-        advice = _let_end(facts) or "Raise rollout.max_new_tokens, or show short answers with both tags in a warm start"
-    return Finding("no_answer", what, cause, advice, grave=True)
-
-
-def _asks_for_tag(task: Task, episode: Episode) -> bool:
-    """Whether a prompt shows the tag that answers are read from."""
-    shown = [*task.messages, *(message for turn in episode.turns for message in turn.observation)]
-    return any("<answer>" in message.text for message in shown)
+def _unread_answers(term: str, looked_at: list[tuple[Task, Episode]], facts: StepFacts) -> tuple[str, str]:
+    """Cause and advice by what the responses have instead of an answer that the term can read."""
+    texts = [episode.response for _, episode in looked_at]
+    whole = [text for text in texts if tagged(text) is not None]
+    unclosed = [e for _, e in looked_at if "<answer>" in e.response and tagged(e.response) is None]
+    if len(unclosed) >= len(texts) / 2 and len(unclosed) > len(whole):
+        cause = f"{len(unclosed)} of them have <answer> and end before </answer>, such as {_quoted(unclosed[0].response)}"
+        advice = "Show the closing tag in a warm start, or reward it with the term 'format'"
+        if cut := sum(map(_was_cut, unclosed)):
+            cause += f"; {cut} were cut off at rollout.max_new_tokens {facts.recipe.rollout.max_new_tokens}"
+            advice = _let_end(facts) or "Raise rollout.max_new_tokens, or show short answers with both tags in a warm start"
+        return cause, advice
+    if whole:
+        cause = f"the text in <answer>…</answer> is in another form than it reads, such as {_quoted(whole[0])}"
+        return cause, "Choose the term that reads such answers, or ask for its form"
+    cause = f"it reads the text in <answer>…</answer>, and no response has that, such as {_quoted(texts[0])}"
+    prompts = [*(m for t, _ in looked_at for m in t.messages)]
+    prompts += [message for _, e in looked_at for turn in e.turns for message in turn.observation]
+    ask = "Ask for the tag in the prompt (option instruction of a source with columns), show it"
+    if any("<answer>" in message.text for message in prompts):
+        ask = "The prompt asks for the tag, but this model does not write it yet. Show it"
+    return cause, (
+        f"{ask} in a warm start, reward it with the term 'format', or let '{term}' read whole responses (its option "
+        "fallback: true)"
+    )
 
 
 def never_paid(facts: StepFacts) -> Finding | None:
@@ -381,16 +354,14 @@ def never_paid(facts: StepFacts) -> Finding | None:
         return None
     texts = [episode.response for _, episode in facts.played]
     cut = sum(_was_cut(episode) for _, episode in facts.played)
-    cause, advice = (
-        f"no response was right, such as {_quoted(texts[0]) if texts else 'none'}",
-        ("Begin with easier tasks, a warm start on demonstrations, or a term that pays for being nearly right"),
-    )
+    cause = f"no response was right, such as {_quoted(texts[0]) if texts else 'none'}"
+    advice = "Begin with easier tasks, a warm start on demonstrations, or a term that rewards being nearly right"
     if cut > len(totals) / 2:
         cause = f"{cut} of {len(totals)} responses were cut at rollout.max_new_tokens {facts.recipe.rollout.max_new_tokens}"
         advice = _let_end(facts) or "Raise it, or teach the model to be brief"
     cause, advice = _unrewarded_demonstrations(facts) or (cause, advice)
-    what = f"the reward of every episode was 0 for {_lasting(means, 0.0)} steps"
-    return Finding("never_paid", what, cause, advice, grave=True)
+    lasting = next((count for count, mean in enumerate(reversed(means)) if mean != 0.0), len(means))
+    return Finding("never_paid", f"the reward of every episode was 0 for {lasting} steps", cause, advice, grave=True)
 
 
 def _unrewarded_demonstrations(facts: StepFacts) -> tuple[str, str] | None:
@@ -399,10 +370,8 @@ def _unrewarded_demonstrations(facts: StepFacts) -> tuple[str, str] | None:
     if not looked_at or without < looked_at:
         return None
     cause = f"the demonstrations themselves get the reward 0 or are judged wrong ({without} of {looked_at} looked at)"
-    return (
-        cause,
-        "Make demonstrations and reward terms agree, on the tag of the answer for one; sensorium validate plays both",
-    )
+    advice = "Make demonstrations and reward terms agree, on the tag of the answer for one; sensorium validate plays both"
+    return cause, advice
 
 
 def no_variance(facts: StepFacts) -> Finding | None:
@@ -413,7 +382,7 @@ def no_variance(facts: StepFacts) -> Finding | None:
     if not _flat(facts):
         return None
     rows = [*facts.history.rows, facts.row][-IN_A_ROW:]
-    what = f"in every group all attempts were paid the same, for the last {len(rows)} steps"
+    what = f"in every group all attempts got the same reward, for the last {len(rows)} steps"
     if not estimator_traits(facts.recipe.algorithm.advantage.name).compares:
         if len({episode.reward for _, episode in facts.played} | {row.get("reward/mean") for row in rows}) > 1:
             return None
@@ -427,39 +396,34 @@ def no_variance(facts: StepFacts) -> Finding | None:
             "Take easier tasks, or begin with a warm start on demonstrations",
         )
     else:
-        told = "" if entropy is None else f" (entropy {entropy:.2g})"
-        cause = f"attempts at one task hardly differ{told}, or the reward does not tell them apart"
+        measured = "" if entropy is None else f" (entropy {entropy:.2g})"
+        cause = f"attempts at one task hardly differ{measured}, or the reward does not distinguish them"
         advice = "Raise rollout.temperature or batch.group_size, or use a reward with more steps"
     return Finding("no_variance", what, cause, advice, grave=accuracy != 1.0)
 
 
 def constant_term(facts: StepFacts) -> Finding | None:
     """A term gave one value to every episode since RL began: it tells nothing apart."""
-    found: dict[str, float] = {}
-    for name, (low, high) in facts.history.term_range.items():
-        term = name.removeprefix("reward/")
-        if low != high or facts.history.rl_steps < RECENT or _idle_guards(facts).get(term) == low:
-            continue
-        values = {s.value for _, e in facts.played for s in e.scores if s.name == term}
-        weighted = any(s.weight for _, e in facts.played for s in e.scores if s.name == term)
-        if values == {low} and weighted and facts.row.get(name) == low:
-            found[term] = low
-    if not found:
-        return None
-    told = ", ".join(f"the term '{term}' has given {value:g}" for term, value in found.items())
-    what = f"{told} to every episode of {facts.history.rl_steps + 1} steps"
-    cause = f"nothing that the model writes changes {'it' if len(found) == 1 else 'them'}"
-    advice = "Check the term on a few responses by hand; a constant adds nothing to what is learned"
-    return Finding("constant_term", what, cause, advice)
-
-
-def _idle_guards(facts: StepFacts) -> dict[str, float]:
-    """What terms of the recipe that only guard against something give, by score, where it does not happen."""
-    return {
+    idle_guards = {
         f"{term.options.get('name', term.name)}{part}": value
         for term in facts.recipe.rewards.terms
         for part, value in GUARDS.get(term.name, {}).items()
     }
+    found: dict[str, float] = {}
+    for name, (low, high) in facts.history.term_range.items():
+        term = name.removeprefix("reward/")
+        if low != high or facts.history.rl_steps < RECENT or idle_guards.get(term) == low:
+            continue
+        scores = [s for _, e in facts.played for s in e.scores if s.name == term]
+        if {s.value for s in scores} == {low} and any(s.weight for s in scores) and facts.row.get(name) == low:
+            found[term] = low
+    if not found:
+        return None
+    given = ", ".join(f"the term '{term}' has given {value:g}" for term, value in found.items())
+    what = f"{given} to every episode of {facts.history.rl_steps + 1} steps"
+    cause = f"nothing that the model writes changes {'it' if len(found) == 1 else 'them'}"
+    advice = "Check the term on a few responses by hand; a constant adds nothing to what is learned"
+    return Finding("constant_term", what, cause, advice)
 
 
 def truncated(facts: StepFacts) -> Finding | None:
@@ -476,7 +440,6 @@ def truncated(facts: StepFacts) -> Finding | None:
 
 
 def _let_end(facts: StepFacts) -> str:
-    """The way out where the recipe keeps the model from ending its responses."""
     ignored = facts.recipe.rollout.ignore_stop_tokens
     return "Set rollout.ignore_stop_tokens: false, so that the model may end its responses" if ignored else ""
 
@@ -486,7 +449,8 @@ def no_memory(facts: StepFacts) -> Finding | None:
     played = facts.played
     if facts.supervised or facts.recipe.tasks.planner.name != "causal_history" or not played:
         return None
-    if any(_has_memory(task, episode) for task, episode in played):
+    parsers = [parse_facts if task.metadata.get("type") == "semantic" else parse_memory for task, _ in played]
+    if any(parse(episode.response) is not None for parse, (_, episode) in zip(parsers, played, strict=True)):
         return None
     what = f"none of {len(played)} responses has a memory that can be parsed, so the history has none of these clips"
     form = 'thoughts</think>{"description": "…"}'
@@ -497,11 +461,6 @@ def no_memory(facts: StepFacts) -> Finding | None:
     return Finding("no_memory", what, cause, advice)
 
 
-def _has_memory(task: Task, episode: Episode) -> bool:
-    semantic = task.metadata.get("type") == "semantic"
-    return (parse_facts if semantic else parse_memory)(episode.response) is not None
-
-
 def bad_rows(facts: StepFacts) -> Finding | None:
     """More rows were skipped than played."""
     skipped = facts.row.get("tasks/skipped_bad", 0) + facts.row.get("tasks/skipped_long", 0)
@@ -509,7 +468,7 @@ def bad_rows(facts: StepFacts) -> Finding | None:
     if skipped <= tasks:
         return None
     cause = "rows or their media are broken, or prompts too long (tasks.on_bad_row, tasks.on_long_prompt: skip)"
-    advice = "Set both to refuse to hear which rows, and why"
+    advice = "Set both to refuse, which names the rows and why"
     return Finding("bad_rows", f"{skipped:.0f} rows were skipped to play {tasks}", cause, advice)
 
 
@@ -521,11 +480,6 @@ def _flat(facts: StepFacts) -> bool:
         or (row.get("groups/without_signal", 0) > 0 and not row.get("groups/trained"))
         for row in rows
     )
-
-
-def _lasting(values: Sequence[float], value: float) -> str:
-    count = next((i for i, one in enumerate(reversed(values)) if one != value), len(values))
-    return f"{count}"
 
 
 def _was_cut(episode: Episode) -> bool:
@@ -564,12 +518,12 @@ def lost_processes(facts: StepFacts) -> Finding | None:
     if losses == facts.history.losses and not fewer:
         return None
     counts = ", ".join(f"{REPLACEMENTS[name]} {count:,.0f}" for name, count in losses.items())
-    told = [f"{counts} since the run began"] * bool(counts) + fewer
-    what = f"processes were lost ({'; '.join(told)})"
-    cause = "they died or hung: the line that was printed when one was lost says how, with its last words"
+    known = [f"{counts} since the run began"] * bool(counts) + fewer
+    what = f"processes were lost ({'; '.join(known)})"
+    cause = "they died or hung: the line that was printed when one was lost says how, with its last output"
     advice = (
-        "What they had under way is done again, and nothing is trained twice. If more are lost, look at the memory of "
-        "their machine: cluster.restarts of a kind are replaced in a run, after that the others go on alone"
+        "Their unfinished work is done again, and nothing is trained twice. If more are lost, look at the memory of "
+        "their machine: cluster.restarts of a kind are replaced in a run, after that the others continue alone"
     )
     return Finding("lost_processes", what, cause, advice)
 
@@ -581,37 +535,35 @@ def slower_computing(facts: StepFacts) -> Finding | None:
         return None
     counted = "a fast way to compute was" if len(reasons) == 1 else f"{len(reasons)} fast ways to compute were"
     what = f"{counted} given up, so the run is slower than it could be"
-    advice = "What is computed is right, the slower way. If the reason is this machine, mend it; otherwise report it"
+    advice = "Results are right, but slower. If the reason is this machine, mend it; otherwise report it"
     return Finding("slower_computing", what, "; ".join(reasons), advice)
-
-
-# A rule that fires hides those whose findings it explains: "no answer was found" makes "nothing was paid" needless.
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule and the rules that need not be told where it fires."""
+    """A rule and the rules it hides: where no answer was found, "every reward was 0" is needless."""
 
     judge: Callable[[StepFacts], Finding | None]
     hides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """What its metric and its finding are called."""
+        """The name of its metric and of its finding."""
         return self.judge.__name__
 
 
+NO_REWARD = ("no_answer", "never_paid", "no_variance", "constant_term")
 RULES = (
     Rule(failed_episodes),
     Rule(rows_without_answer),
     Rule(nothing_scored, hides=("missing_term",)),
     Rule(missing_term),
     Rule(no_update),
-    Rule(learning_rate, hides=("no_answer", "never_paid", "no_variance", "constant_term")),
-    Rule(sudden_loss, hides=("no_answer", "never_paid", "no_variance", "constant_term")),
-    Rule(no_answer, hides=("never_paid", "no_variance", "constant_term")),
-    Rule(never_paid, hides=("no_variance", "constant_term")),
-    Rule(no_variance, hides=("constant_term",)),
+    Rule(learning_rate, hides=NO_REWARD),
+    Rule(sudden_loss, hides=NO_REWARD),
+    Rule(no_answer, hides=NO_REWARD[1:]),
+    Rule(never_paid, hides=NO_REWARD[2:]),
+    Rule(no_variance, hides=NO_REWARD[3:]),
     Rule(constant_term),
     Rule(truncated),
     Rule(no_memory),

@@ -30,12 +30,13 @@ async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task], s
     try:
         at = f"step_{step}"
         shown = (await evaluate(session, recipe, few, name="sight", temperature=0.0, occasion=at)).groups
+        messages = [message for group in shown for message in group.task.messages]
+        messages += [m for group in shown for e in group.episodes for turn in e.turns for m in turn.observation]
         results = []
-        for kind in sorted({item.kind for group in shown for item in _seen(group)}):
-            without = Blanking(kind, session)
-            unseeing = replace(session, rollout=without.rollout)
-            veiled = f"{at}_without_{kind}"
-            blanked = await evaluate(unseeing, recipe, few, name="sight", temperature=0.0, occasion=veiled)
+        for kind in sorted({part.kind for message in messages for item in message.media for part in item.parts}):
+            without = replace(session, rollout=Blanking(kind, session).rollout)
+            occasion = f"{at}_without_{kind}"
+            blanked = await evaluate(without, recipe, few, name="sight", temperature=0.0, occasion=occasion)
             results.append(_compared(kind, shown, blanked.groups))
         return results
     finally:
@@ -43,7 +44,7 @@ async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task], s
 
 
 def spread(tasks: Sequence[Task], most: int) -> list[Task]:
-    """At most so many tasks, drawn from all of them: every sixteenth may be of one kind where kinds take turns."""
+    """At most ``most`` tasks, drawn at random: every sixteenth task, say, may be of one kind where kinds take turns."""
     count = min(most, len(tasks))
     return [tasks[i] for i in sorted(permuted(place, len(tasks), "sight") for place in range(count))]
 
@@ -82,7 +83,7 @@ class Blanking:
 
 
 class _Blanked:
-    """An environment behind a veil. What it shows is blanked; what it does is its own."""
+    """An environment whose observations are blanked."""
 
     def __init__(self, inner: Environment, blanking: Blanking) -> None:
         self.inner, self.blanking = inner, blanking
@@ -111,7 +112,6 @@ class _Blanked:
 
 
 def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
-    """What follows from what an environment returned; where that is to be awaited, a coroutine of it."""
     if not isawaitable(returned):
         return follow(returned)
 
@@ -121,30 +121,14 @@ def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
     return later()
 
 
-def _seen(group: Group) -> list[Media]:
-    """The media that an episode was shown, its head's included."""
-    messages = [*group.task.messages, *(m for e in group.episodes for turn in e.turns for m in turn.observation)]
-    return [part for message in messages for item in message.media for part in item.parts]
-
-
 def _compared(kind: str, shown: Sequence[Group], blanked: Sequence[Group]) -> SightResult:
     answers = [[episode.response for group in groups for episode in group.episodes] for groups in (shown, blanked)]
     same = sum(a == b for a, b in zip(*answers, strict=True))
     judged = any(episode.correct is not None for group in (*shown, *blanked) for episode in group.episodes)
-    measure = _accuracy if judged else _mean_reward
-    name = "accuracy" if judged else "mean reward"
-    return SightResult(kind, len(shown), measure(shown), measure(blanked), same, name)
 
+    def mean(groups: Sequence[Group]) -> float:
+        found = [e.correct if judged else e.reward for group in groups for e in group.episodes]
+        values = [float(value) for value in found if value is not None]
+        return sum(values) / len(values) if values else 0.0
 
-def _accuracy(groups: Sequence[Group]) -> float:
-    """The share of right answers among those that are right or wrong."""
-    return _mean([float(e.correct) for group in groups for e in group.episodes if e.correct is not None])
-
-
-def _mean_reward(groups: Sequence[Group]) -> float:
-    """What is compared where nothing is right or wrong."""
-    return _mean([e.reward for group in groups for e in group.episodes if e.reward is not None])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return SightResult(kind, len(shown), mean(shown), mean(blanked), same, "accuracy" if judged else "mean reward")
