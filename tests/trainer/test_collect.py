@@ -149,7 +149,7 @@ def test_tasks_that_come_again_within_a_step_are_other_groups_with_other_episode
 
 def test_a_step_without_signal_is_skipped_counted_and_recorded(tmp_path: Path) -> None:
     changes = {"selection": {"dynamic": True, "max_rounds": 3}, "rewards": {"terms": [{"name": f"{HERE}:Nothing"}]}}
-    with pytest.raises(NothingTrained, match="all were paid the same, or nobody leads"):
+    with pytest.raises(NothingTrained, match="or nobody leads"):
         train(recipe_of(tmp_path / "run", changes))
     first, second = read_metrics(tmp_path / "run/metrics.jsonl")
     for row in (first, second):

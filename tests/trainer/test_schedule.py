@@ -103,7 +103,7 @@ def test_a_run_that_ends_early_records_what_it_played_ahead(tmp_path: Path) -> N
 
     async def go() -> None:
         await trainer.advance()
-        await trainer.schedule.abandon(trainer._drop)
+        await trainer.abandon_open()
 
     try:
         run_async(go())

@@ -1,9 +1,8 @@
-"""What a step trains on: draw tasks, play them, score them, select; in rounds where sampling is dynamic.
+"""Collect the groups a step trains on: draw tasks, play them, score them, select; in rounds where sampling is dynamic.
 
-Invariants: what is collected is a function of recipe, seed, step, weights and what the planner draws (in lockstep; an
-eager schedule with early stop follows the clock). Every episode that began is in ``CollectedStep.played``, and has a fate
-unless it is trained on. A round draws as many tasks as groups are still missing, times ``oversample``: what was played and
-has signal is then seldom thrown away, and a step plays at most ``max_rounds`` times what one round does.
+Invariants: a collected step is a function of recipe, seed, step, weights and the planner's draws (in lockstep; an eager
+schedule with early stop depends on timing). Every episode that began is in ``CollectedStep.played``, and has a fate unless
+it is trained on. A round draws as many tasks as groups are still missing, times ``oversample``.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,19 +25,17 @@ from sensorium.trainer.task_loader import TaskLoader, prompt_too_long, skip_metr
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
 
-Clock = Callable[..., AbstractContextManager[None]]
-"""Times a phase, named with how many items it has."""
-
+Clock = Callable[..., AbstractContextManager[None]]  # times a phase, given its name and how many items it has
 BASELINE = "greedy: what its group is compared with"
 
 
 @dataclass(frozen=True)
 class CollectedStep:
-    """What a step plays. ``groups`` were played to their end and are scored; ``selection`` is what is trained of them.
+    """The groups of a step. ``groups`` were played to their end and scored; ``selection`` of them is trained on.
 
-    ``aside`` are cancelled groups and greedy episodes. ``fates`` are of everybody who is not trained on. ``greedy`` is what
-    each selected group's task earned when played greedily, by group id, for estimators that ask for it. ``drawn`` counts
-    the rows that were drawn for the step, skipped ones included.
+    ``aside`` are cancelled groups and greedy episodes. ``fates`` are those of all episodes that are not trained on.
+    ``greedy``: by group id, the reward of the task's greedy episode, for estimators that need it. ``drawn`` counts the rows
+    that were drawn for the step, skipped ones included.
     """
 
     selection: Selection
@@ -57,10 +54,7 @@ class CollectedStep:
 
 @dataclass
 class _RoundsSoFar:
-    """What the rounds of a step have brought so far.
-
-    ``first`` is the number of rows drawn before; ``ranks``: by group id, the round and the moment it was complete.
-    """
+    """``first`` is the number of rows drawn before; ``ranks``: by group id, the round and the moment it was complete."""
 
     first: int
     deadlines: Deadlines
@@ -89,7 +83,7 @@ class Collector:
     async def collect(self, step: int, clock: Clock, played: Callable[[], None] = lambda: None) -> CollectedStep:
         """Play rounds until there are enough groups to train on, or as many rounds as the recipe allows.
 
-        ``played`` is called as soon as it is sure that the step samples nothing more, with scores perhaps still missing.
+        ``played`` is called as soon as the step samples nothing more, though scores may still be missing.
         """
         so_far = _RoundsSoFar(self.loader.drawn, Deadlines(known=self.ledger.deadlines()))
         self.session.scorer.take_counts()  # of an evaluation before this step
@@ -98,19 +92,15 @@ class Collector:
         while so_far.rounds < self.recipe.selection.rounds and len(so_far.selection.groups) < wanted:
             missing = wanted - len(so_far.selection.groups)
             so_far.rounds += 1
-            complete = await self._play(step, missing, so_far, clock, lambda: None if self._plays_on else played())
-            await self._judge(step, complete, so_far, clock)
-        return self._settle(so_far)
-
-    @property
-    def _plays_on(self) -> bool:
-        """True if scores decide whether, or what, a step plays after its first round."""
-        return self.recipe.selection.dynamic or self.traits.greedy
+            plays_on = self.recipe.selection.dynamic or self.traits.greedy  # what else is played depends on scores
+            complete = await self._play(step, missing, so_far, clock, (lambda: None) if plays_on else played)
+            await self._select(step, complete, so_far, clock)
+        return self._collected(so_far)
 
     async def _play(
         self, step: int, missing: int, so_far: _RoundsSoFar, clock: Clock, played: Callable[[], None]
     ) -> list[Group]:
-        """Draw, play and score a round; the groups that were played to their end, scored."""
+        """Draw, play and score a round; returns the groups that were played to their end."""
         recipe = self.recipe
         with clock("draw"):
             drawn = await self.loader.draw(recipe.selection.played(missing))
@@ -142,16 +132,15 @@ class Collector:
         stop: EarlyStop | None = None,
         played_all: Callable[[], None] = lambda: None,
     ) -> tuple[list[Group], dict[str, Group]]:
-        """Play tasks and score each group as soon as it is complete: all groups in the tasks' order, and scored ones by id.
+        """Play tasks and score each group as soon as it is complete; returns all groups, and the scored ones by id.
 
         A group that was cancelled, or whose prompt is too long, is not scored.
         """
         played: dict[int, Group] = {}
-        progress = self.watcher.progress
         async with GroupScoring(self.session.scorer) as scoring:
             with clock("rollout", len(tasks) * size):
                 stream = self.session.rollout.stream(
-                    tasks, size, attempt, sampling, so_far.deadlines, progress, before=before, stop=stop
+                    tasks, size, attempt, sampling, so_far.deadlines, self.watcher.progress, before=before, stop=stop
                 )
                 async with stream:
                     async for place, group in stream:
@@ -166,8 +155,7 @@ class Collector:
         self.ledger.advance(attempt.step, "scored")
         return [played[place] for place in sorted(played)], scored
 
-    async def _judge(self, step: int, groups: Sequence[Group], so_far: _RoundsSoFar, clock: Clock) -> None:
-        """Leave out those of a round's groups that cannot be trained on."""
+    async def _select(self, step: int, groups: Sequence[Group], so_far: _RoundsSoFar, clock: Clock) -> None:
         recipe = self.recipe
         so_far.groups += groups
         chosen = select(groups, recipe.rewards.on_missing, smallest=2 if self.traits.compares else 1)
@@ -198,27 +186,14 @@ class Collector:
                 so_far.greedy[group.id] = episode.reward
         return chosen.without(reasons)
 
-    def _settle(self, so_far: _RoundsSoFar) -> CollectedStep:
-        """Take no more groups than the step has room for, the first complete first, then those that vary most."""
+    def _collected(self, so_far: _RoundsSoFar) -> CollectedStep:
+        """Select at most ``prompts_per_step`` groups, the first complete first, then those that vary most."""
         section, wanted = self.recipe.selection, self.recipe.batch.prompts_per_step
         taken = first(so_far.selection, wanted, so_far.ranks)
         kept = most_varied(taken, section.kept(len(taken.groups))) if section.variance_share < 1 else taken
         fates = kept.fates | {e.id: CANCELLED for group in so_far.cancelled for e in group.episodes}
         fates |= masked(kept.groups) if self.recipe.rollout.mask_truncated else {}
         fates |= {e.id: BASELINE for group in so_far.baselines for e in group.episodes}
-        return CollectedStep(
-            selection=kept,
-            groups=tuple(so_far.groups),
-            aside=(*so_far.cancelled, *so_far.baselines),
-            fates=fates,
-            greedy={group.id: so_far.greedy[group.id] for group in kept.groups if group.id in so_far.greedy},
-            drawn=self.loader.drawn - so_far.first,
-            metrics=self._metrics(so_far, taken, kept),
-        )
-
-    def _metrics(self, so_far: _RoundsSoFar, taken: Selection, kept: Selection) -> dict[str, float]:
-        """What the recipe's selection did, as far as it asks for any."""
-        section, wanted = self.recipe.selection, self.recipe.batch.prompts_per_step
         row = skip_metrics(so_far.skipped, so_far.long) | self.session.scorer.take_metrics()
         row |= environment_metrics(self.session.rollout.pool)
         if section.dynamic:
@@ -233,4 +208,12 @@ class Collector:
         rewards = [e.reward for group in so_far.baselines for e in group.episodes if e.reward is not None]
         if rewards:
             row["reward/greedy"] = sum(rewards) / len(rewards)
-        return row
+        return CollectedStep(
+            selection=kept,
+            groups=tuple(so_far.groups),
+            aside=(*so_far.cancelled, *so_far.baselines),
+            fates=fates,
+            greedy={group.id: so_far.greedy[group.id] for group in kept.groups if group.id in so_far.greedy},
+            drawn=self.loader.drawn - so_far.first,
+            metrics=row,
+        )

@@ -1,8 +1,7 @@
-"""Rewards to tokens: where each score of an episode, a turn or a span is paid.
+"""Assign rewards to tokens: an episode's score to its last token, a turn's to the turn's last token.
 
-An episode's score is paid at its last token, a turn's at the turn's last token (turns end where their segments end). A
-span's score is a channel of its own: it is credited to the tokens of the span and to no others. A KL in the reward is paid
-token by token.
+A span's score is a channel of its own: it is credited to the tokens of the span and to no others. A KL in the reward is
+subtracted token by token.
 """
 
 import inspect
@@ -30,21 +29,21 @@ def place(
 ) -> Episodes:
     """The groups' episodes as the estimators see them. ``greedy``: rewards of the greedy attempts by group id.
 
-    Every episode has a token: one that wrote nothing has no place for its pay, and selection leaves it out.
+    Every episode has a sampled token; selection leaves out those without.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     empty = [episode.id for episode in episodes if not episode.sampled_tokens]
-    assert not empty, f"episode {empty[0]} wrote nothing, so there is no token to pay; leave it out"
+    assert not empty, f"episode {empty[0]} wrote nothing, so no token can get its reward; leave it out"
     positions = assessment.positions
     ends = _Ends(positions)
-    paid: dict[int, float] = {}
+    rewards: dict[int, float] = {}
     for s, episode in enumerate(episodes):
-        for score, value in _paid(episode):
+        for score, value in _weighted(episode):
             if score.scope != "span":
                 end = ends.of(s, score.turn if score.scope == "turn" else None)
-                paid[end] = paid.get(end, 0.0) + score.weight * value
+                rewards[end] = rewards.get(end, 0.0) + score.weight * value
     rewards_P = torch.zeros(len(positions), dtype=torch.float64)
-    rewards_P[torch.tensor(list(paid), dtype=torch.long)] = _doubles(list(paid.values()))
+    rewards_P[torch.tensor(list(rewards), dtype=torch.long)] = _doubles(list(rewards.values()))
     if assessment.old_N is not None and assessment.reference_N is not None:
         penalty_N = kl.in_reward(assessment.old_N.double(), assessment.reference_N.double(), section.estimator)
         rewards_P[positions.written_P] -= assessment.kl_coef * penalty_N
@@ -65,8 +64,7 @@ def place(
     )
 
 
-def _paid(episode: Episode) -> list[tuple[Score, float]]:
-    """Scores that were given and carry weight, with their values."""
+def _weighted(episode: Episode) -> list[tuple[Score, float]]:
     return [(score, score.value) for score in episode.scores if score.weight != 0 and score.value is not None]
 
 
@@ -86,7 +84,7 @@ class _Ends:
         self.size = start
 
     def of(self, sequence: int, turn: int | None) -> int:
-        """The last position of a turn, or of the episode. A turn without tokens is paid at the turn before it, or after."""
+        """The last position of a turn, or of the episode; for a turn without tokens, of the turn before or after it."""
         bounds = self.bounds[sequence]
         at_most = [t for t in bounds if turn is None or t <= turn]
         chosen = max(at_most) if at_most else min(bounds)
@@ -103,11 +101,10 @@ class _Ends:
 
 
 def _terms(episodes: Sequence[Episode]) -> tuple[TermScores, ...]:
-    """What each term paid each episode, spans aside."""
     weights: dict[str, float] = {}
     sums: dict[str, list[float]] = {}
     for s, episode in enumerate(episodes):
-        for score, value in _paid(episode):
+        for score, value in _weighted(episode):
             if score.scope != "span":
                 weights[score.name] = score.weight
                 sums.setdefault(score.name, [0.0] * len(episodes))[s] += value
@@ -121,7 +118,7 @@ def _spans(episodes: Sequence[Episode], ends: _Ends) -> tuple[SpanScores, ...]:
     weights: dict[tuple[str, int | None, int], float] = {}
     for s, episode in enumerate(episodes):
         seen: dict[tuple[str, int | None], int] = {}
-        for score, value in _paid(episode):
+        for score, value in _weighted(episode):
             if score.scope != "span":
                 continue
             nth = seen[score.name, score.turn] = seen.get((score.name, score.turn), -1) + 1
@@ -153,9 +150,10 @@ def credit(
         episodes = replace(episodes, written_P=torch.ones_like(episodes.written_P))
     found = estimate(episodes, algorithm.advantage)
     samples = iter(_samples(groups, assessment, found, observed=not algorithm.loss_mask))
-    kept = [
-        [s for s in (next(samples) for _ in group.episodes) if not (mask_truncated and _truncated(s))] for group in groups
-    ]
+    kept = []
+    for group in groups:
+        members = [next(samples) for _ in group.episodes]
+        kept.append([s for s in members if not (mask_truncated and s.episode.status == Status.TRUNCATED)])
     return [members for members in kept if members]
 
 
@@ -164,7 +162,7 @@ def groups_with_signal(
 ) -> frozenset[str]:
     """Ids of the groups in which the estimator gives any token an advantage: asked of the estimator, so both agree.
 
-    Where it does not compare groups, those whose members were paid differently. A KL in the reward is no signal.
+    Where it does not compare groups, those whose members' rewards differ. A KL in the reward is no signal.
     """
     if not groups:
         return frozenset()
@@ -195,16 +193,13 @@ def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit, *, 
     samples, start = [], 0
     for episode, length, stretches in zip(episodes, lengths, positions.stretches, strict=True):
         advantages_P = found.advantages_P[start : start + length].float()
-        parts = advantages_P.split([stretch.length for stretch in stretches])
-        written, between = (
-            tuple(part for part, stretch in zip(parts, stretches, strict=True) if stretch.written == own)
-            for own in (True, False)
-        )
+        parts = list(zip(advantages_P.split([stretch.length for stretch in stretches]), stretches, strict=True))
+        written = tuple(part for part, stretch in parts if stretch.written)
+        between = tuple(part for part, stretch in parts if not stretch.written)
         critic_values = None
         if values_P is not None and targets_P is not None:
-            critic_values = CriticValues(
-                values_P[start : start + length].float(), targets_P[start : start + length].float()
-            )
+            own = slice(start, start + length)
+            critic_values = CriticValues(values_P[own].float(), targets_P[own].float())
         samples.append(CreditedEpisode(episode, written, critic_values, between if observed else ()))
         start += length
     return samples
@@ -212,7 +207,3 @@ def _samples(groups: Sequence[Group], assessment: Assessment, found: Credit, *, 
 
 def _no_observation(segment: Segment) -> NoReturn:
     raise AssertionError("estimators that compare rewards look at no observation")
-
-
-def _truncated(sample: CreditedEpisode) -> bool:
-    return sample.episode.status == Status.TRUNCATED

@@ -1,4 +1,4 @@
-"""The heartbeat of a run with processes beside the driver: what each does, written every few seconds for others to read."""
+"""The heartbeat of a run with processes beside the driver: their state, written every few seconds for others to read."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ LONGEST_CAUSE = 1000
 
 
 def run_end(error: BaseException | None, *, finished: bool) -> RunEnd:
-    """How a run ended, by what ended it, if anything did. ``finished``: it has taken its last step."""
+    """How a run ended, by the error that ended it, if any. ``finished``: it has made its last step."""
     if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
         return RunEnd("stopped")
     if error is None:
@@ -27,7 +27,7 @@ def run_end(error: BaseException | None, *, finished: bool) -> RunEnd:
 class Heartbeat:
     """Writes ``parts()`` into a run directory, from a thread of its own, until it is closed.
 
-    Without parts it writes nothing, and takes away what the run said before it was resumed without them.
+    Without parts it writes nothing, and removes what the run wrote before it was resumed without them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Heartbeat:
             self._closed.wait(self._every_s)
 
     def _write(self, end: RunEnd | None = None) -> None:
-        with suppress(SensoriumError, OSError, RuntimeError):  # they change meanwhile: then as they were
-            self._rows = self._parts() or self._rows  # a learner that lost a rank has let go of all of them
-        with suppress(SensoriumError, OSError, RuntimeError):  # what is wrong with the disk, the run itself will say
+        with suppress(SensoriumError, OSError, RuntimeError):  # they change meanwhile: then keep the old rows
+            self._rows = self._parts() or self._rows  # a learner that lost a rank has ended all of them
+        with suppress(SensoriumError, OSError, RuntimeError):  # the run itself reports a failing disk
             write_processes(self._folder, self._step, self._rows, steps=self._steps, end=end)

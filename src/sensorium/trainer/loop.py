@@ -1,9 +1,8 @@
-"""The loop: plan, roll out, score, credit, update, record. One class, one step at a time; trainer/schedules.py says when
-a step is played.
+"""The loop: plan, roll out, score, credit, update, record. trainer/schedules.py decides when a step is played.
 
 Invariants: a step's rows are written after its update; a checkpoint is written after its step's rows; the engine never
-samples while an update is in flight. What a step does is a function of recipe, seed, step and the state in the
-checkpoint, so that a resumed run repeats the uninterrupted one.
+samples while an update is in flight. A step is a function of recipe, seed, step and the state in the checkpoint, so that
+a resumed run repeats the uninterrupted one.
 """
 
 import gc
@@ -41,14 +40,14 @@ from sensorium.trainer.health.monitor import Health, refuse_ruined
 from sensorium.trainer.health.start_checks import has_demonstration
 from sensorium.trainer.heartbeat import Heartbeat, run_end
 from sensorium.trainer.run_evaluation import RunEvaluator
-from sensorium.trainer.schedules import Schedule, make_schedule
+from sensorium.trainer.schedules import RUN_ENDED, Schedule, make_schedule
 from sensorium.trainer.step_metrics import Clock, MediaMeter, episode_metrics, staleness_metrics
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate
 from sensorium.vocabulary.task import Task
 
-TOLD_S = 5.0  # of compiling that a run speaks of
+NOTED_COMPILING_S = 5.0
 ACCURACY = "eval/accuracy"
 DEMONSTRATIONS_LOOKED_AT = 8
 
@@ -82,7 +81,7 @@ class Trainer:
         self.layout = resolve("layout", logging.layout)(directory, directory.path) if logging.layout else None
         self.step, self._phase = 0, "starts"
         self.best: Best | None = None
-        self._told_no_best = False
+        self._noted_no_best = False
         self._demonstrations: tuple[int, int] | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
@@ -101,8 +100,8 @@ class Trainer:
         return self.step < self.recipe.warm_start.steps
 
     async def run(self) -> None:
-        """Go on to the last step."""
-        self._froze |= set_aside()  # walking it again and again cost a tenth of a small step
+        """Train to the last step."""
+        self._froze |= set_aside()  # GC scans cost about 10 % of a small step
         batch = self.recipe.batch
         self.watcher.started(
             RunStart(
@@ -116,30 +115,35 @@ class Trainer:
         )
         if self.layout is not None:
             self.layout.begin(self.step, self.loader.state_dict()["state"])
-        if self.step < self.total_steps or self.health.untrained():  # of a run that is over and well, it was all told
+        if self.step < self.total_steps or self.health.untrained():  # a healthy finished run has reported everything
             self.health.remind()
         if self.step == 0:
             self._note_no_accuracy(await self._evaluate(), "eval/reward", "eval/accuracy")
         first = self.step + 1
         while self.step < self.total_steps:
-            self._tell_compiling()
+            self._note_compiling()
             await self.advance()
             if self._froze and self.step == first:
                 set_aside_more()
             if self.health.idle:
                 break
-        self._tell_compiling()
-        await self.schedule.abandon(self._drop)
+        self._note_compiling()
+        await self.abandon_open()
         if self.saved_at != self.step:
             self._save()
         self.health.refuse_untrained()
 
-    def _tell_compiling(self) -> None:
-        """Say how long this process compiled since it was last said, if it was long."""
-        if spent := take_untold_seconds(TOLD_S):
+    async def abandon_open(self) -> None:
+        """Record what was played ahead and is not trained on, because the run ends."""
+        if (dropped := await self.schedule.abandon()) is not None:
+            ended = {e.id: RUN_ENDED for group in dropped.played for e in group.episodes}
+            self.ledger.record(self.step + 1, dropped.played, ended | dropped.fates)
+
+    def _note_compiling(self) -> None:
+        if spent := take_untold_seconds(NOTED_COMPILING_S):
             self.watcher.noted(
-                f"{spent:.0f} s went by while code was compiled for this machine and decode steps were captured. That is "
-                "paid on first use; compiled code is kept in the user's cache for later runs."
+                f"{spent:.0f} s were spent compiling code for this machine and capturing decode steps. That happens on "
+                "first use; compiled code is kept in the user's cache for later runs."
             )
 
     async def advance(self) -> None:
@@ -150,7 +154,7 @@ class Trainer:
         await self._close_step(row, evidence)
 
     async def _step(self) -> tuple[dict[str, float], Evidence]:
-        """One step of RL; returns its row of metrics, and what its health is judged by."""
+        """One step of RL; returns its row of metrics, and the evidence for its health."""
         clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
         collected = await self.schedule.collect(step, clock)
@@ -158,7 +162,7 @@ class Trainer:
         if any(episode.status == Status.ABORTED and episode.failure != CANCELLED for episode in episodes):
             self._refuse_ruined()  # the engine refuses to sample from logits that are not finite
         groups, selection = collected.groups, collected.selection
-        if isinstance(self.schedule, Schedule):  # the other one draws for itself
+        if isinstance(self.schedule, Schedule):  # the asynchronous one draws for itself
             if recipe.plays_ahead(step):
                 self.session.forget_played()
                 await self.schedule.play_ahead(step + 1)
@@ -189,9 +193,9 @@ class Trainer:
         )
 
     async def _unrewarded_demonstrations(self, groups: Sequence[Group]) -> tuple[int, int]:
-        """How many of the demonstrations looked at get no reward, once a step without any reward raises the question.
+        """How many of how many demonstrations get no reward; (0, 0) unless a step had no reward at all.
 
-        Looked at once in a run, for a few tasks, and not where that would ask judges.
+        Played once in a run, for a few tasks, and not where that would ask judges.
         """
         episodes = [e for group in groups for e in group.episodes if e.reward is not None]
         if not episodes or any(e.reward and e.correct is not False for e in episodes):
@@ -199,9 +203,8 @@ class Trainer:
         if self._demonstrations is None:
             scorer, recipe = self.session.scorer, self.recipe
             asks = any(getattr(term, "caches_answers", False) for term, _ in scorer.terms)
-            tasks = [group.task for group in groups if has_demonstration(group.task) and not asks][
-                :DEMONSTRATIONS_LOOKED_AT
-            ]
+            tasks = [group.task for group in groups if has_demonstration(group.task) and not asks]
+            tasks = tasks[:DEMONSTRATIONS_LOOKED_AT]
             attempt = Attempt(recipe.seed, self.step + 1, "shown", demonstrate=True)
             played = await self.session.rollout.stream(tasks, 1, attempt, sampling_of(recipe.rollout)).in_order()
             shown = [(await scorer.score_group(group)).episodes[0] for group in played]
@@ -211,7 +214,6 @@ class Trainer:
         return self._demonstrations
 
     def _credit(self, collected: CollectedStep) -> list[list[CreditedEpisode]]:
-        """The advantages of what a step trains on."""
         assessment = self.learner.assess([group.episodes for group in collected.selection.groups])
         return credit(
             collected.selection.groups,
@@ -245,14 +247,14 @@ class Trainer:
         return row, Evidence(tuple(groups), given_up=given_up())
 
     def _look_ahead(self, played: int) -> None:
-        """Begin to read the tasks of the step after the last one that was played, and to decode their media."""
+        """Begin to read the tasks of the step after the last one played, and to decode their media."""
         section = self.recipe.warm_start
         if played < self.total_steps:
             wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)
             self.loader.look_ahead(section.prompts_per_step if played < section.steps else wanted)
 
     def _update(self, samples: list[list[CreditedEpisode]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
-        """Update on what was credited; a non-finite update stops here with the batch kept on disk."""
+        """Update the policy; a non-finite update stops here with the batch kept on disk."""
         if not samples:
             self._forget_played()
             return {"policy/skipped": 1}
@@ -265,12 +267,11 @@ class Trainer:
         return learned
 
     def _refuse_ruined(self) -> None:
-        """End the run if its last update left a model that cannot be used any more."""
         with self.meter.pause():
             refuse_ruined(self.learner, self.step, self.checkpoints.complete)
 
     def _forget_played(self) -> None:
-        """Every step begins with an engine that knows of no earlier one, as a resumed run's does; unless groups stream."""
+        """Clear the engine's caches before every step, as in a resumed run; unless groups stream."""
         version = self.learner.version
         if version != self.session.engine.version:
             self.session.sample_with(self.learner.weights(), version, in_flight=self.schedule.streaming)
@@ -278,7 +279,6 @@ class Trainer:
             self.session.forget_played()
 
     def _record(self, step: int, collected: CollectedStep, samples: Sequence[Sequence[CreditedEpisode]]) -> None:
-        """Write the step's episodes, their fates, and the advantages they were trained with."""
         refuse_moved(self.directory.path)
         advantages = {s.episode.id: [a.tolist() for a in s.advantages] for members in samples for s in members}
         credits = credits_of(collected.played, collected.fates, advantages)
@@ -288,20 +288,16 @@ class Trainer:
         self.schedule.settle(step, collected)
         self.ledger.advance(step, "trained")
 
-    def _drop(self, collected: CollectedStep) -> None:
-        """Put a step on record that was played ahead and is not trained on, because the run has ended."""
-        ended = {e.id: "dropped: the run ended before it was trained on" for g in collected.played for e in g.episodes}
-        self.ledger.record(self.step + 1, collected.played, ended | collected.fates)
-
     async def _close_step(self, row: dict[str, float], evidence: Evidence) -> None:
         """Evaluate and checkpoint where due, judge the step's health, and write the row."""
         refuse_moved(self.directory.path)
         self.step += 1
         row |= await self._evaluate()
-        row |= (
-            self.session.judges.take_metrics()
-        )  # of the evaluation before the first step too, which has no row of its own
-        self._thin_logs()
+        row |= self.session.judges.take_metrics()  # with those of the evaluation before the first step, which has no row
+        for note in self.retention.apply(self.step):
+            self.watcher.noted(note)
+        if self.recipe.logging.full_steps:
+            self.ledger.compact(self.step - self.recipe.logging.full_steps)
         row["time/checkpoint_s"] = self.last_saving_s
         row |= self.meter.row() | self.session.engine_metrics
         for note in self.meter.notes():
@@ -314,23 +310,16 @@ class Trainer:
         if improved or self.recipe.saves_after(self.step):
             self._save()
 
-    def _thin_logs(self) -> None:
-        """Of old steps keep a sample of the episodes, and counts in the ledger."""
-        for note in self.retention.apply(self.step):
-            self.watcher.noted(note)
-        if self.recipe.logging.full_steps:
-            self.ledger.compact(self.step - self.recipe.logging.full_steps)
-
     def _improved(self, row: dict[str, float]) -> bool:
-        """True if the deciding metric is the best so far; remembers it."""
+        """Whether checkpoint.best is the best so far, which is then remembered."""
         metric = self.recipe.checkpoint.best
         value, other = row.get(metric) if metric else None, ""
         if metric.startswith("eval/") and value is None and "eval/reward" in row:
             if metric == ACCURACY and (self.best is None or self.best.metric == "eval/reward"):
                 value, other = row["eval/reward"], "eval/reward"
                 self._note_no_accuracy(row, "eval/reward", ACCURACY)
-            elif not self._told_no_best:
-                self._told_no_best = True
+            elif not self._noted_no_best:
+                self._noted_no_best = True
                 self.watcher.noted(
                     f"checkpoint.best is {metric}, which the evaluation at step {self.step} does not have, so that step is "
                     "not compared with others. To choose by another metric, set checkpoint.best, to eval/reward for one."
@@ -341,11 +330,11 @@ class Trainer:
         return True
 
     def _note_no_accuracy(self, row: dict[str, float], rewarded: str, accuracy: str) -> None:
-        """Say once, as soon as rewards show it, that nothing says right or wrong and what chooses the best checkpoint."""
+        """Note once, as soon as rewards show it, that there is no accuracy, and what chooses the best checkpoint."""
         wanted = self.recipe.checkpoint.best == ACCURACY and self.recipe.evaluation.every
-        if self._told_no_best or not wanted or rewarded not in row or accuracy in row:
+        if self._noted_no_best or not wanted or rewarded not in row or accuracy in row:
             return
-        self._told_no_best = True
+        self._noted_no_best = True
         self.watcher.noted(
             f"no reward term says right or wrong, so there is no {accuracy}; where evaluations have none, checkpoint.best "
             "falls back to eval/reward. For accuracy let your reward function return True or False, or sn.reward(value, "
@@ -353,7 +342,7 @@ class Trainer:
         )
 
     async def _evaluate(self) -> dict[str, float]:
-        """Measure the model as it is now, as far as that is due; returns the metrics of it."""
+        """Evaluate and check sight where due; returns the metrics."""
         row: dict[str, float] = {}
         with self.session.judges.meter.phase("eval"):
             if self.evaluator.due(self.step):
@@ -369,12 +358,11 @@ class Trainer:
         return row
 
     def _save(self) -> None:
-        """Write a checkpoint with everything needed to go on exactly."""
         refuse_moved(self.directory.path)
         self._announce("checkpoint")
         started = time.perf_counter()
         if not self.health.damaged:
-            self.sound_at = self.saved_at  # what was saved before has since sampled well
+            self.sound_at = self.saved_at  # the last checkpoint has since sampled well
         state = {
             "step": self.step,
             **self.schedule.state_dict(),
@@ -394,7 +382,7 @@ class Trainer:
         self.last_saving_s = time.perf_counter() - started
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state; rows past it are dropped and rolled out again."""
+        """Continue from a checkpoint's state; rows past it are dropped and rolled out again."""
         warn_if_changed(state["surroundings"])
         self.step = self.saved_at = state["step"]
         self.heartbeat.at(self.step)
@@ -410,21 +398,17 @@ class Trainer:
         self.ledger.rewind(self.step + 1)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let the watchers go, give the threads of terms and environments back, and close the ledger.
-
-        ``error`` is what ended the run, if anything did.
-        """
+        """Close watchers, threads and ledger. ``error`` is what ended the run, if anything did."""
         end = run_end(error, finished=self.step >= self.total_steps)
-        with ExitStack() as closing:  # all of them, whatever one of them raises; the last comes first
+        with ExitStack() as closing:  # all of them, whatever one of them raises; the last first
             if self._froze:
-                closing.callback(gc.unfreeze)  # what the run held may go: a process may train more than once
+                closing.callback(gc.unfreeze)  # a process may train more than once
             for part in (self.ledger, self.session, self.learner, self.schedule, self.loader):
                 closing.callback(part.close)
             closing.callback(self.watcher.finished)
             closing.callback(self.heartbeat.close, end)
 
     def _processes(self) -> tuple[ProcessRow, ...]:
-        """The processes of the run, the driver's among them; none where there is no other."""
         others = (*self.session.processes, *getattr(self.learner, "processes", ()))
         return (ProcessRow("driver", os.getpid(), self._phase), *others) if others else ()
 

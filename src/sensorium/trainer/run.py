@@ -1,9 +1,4 @@
-"""Whose a run directory is: taken by a fresh run, gone on with by its own recipe, or started over.
-
-A run is where its directory is, so ``run_dir`` is not part of what must be the same. Neither is what cannot change what has
-been computed: how long the run goes on, how often it is measured and saved, what is logged, where it is computed, and by
-which engine; another engine is told, since its log-probs may differ in their last bits.
-"""
+"""Train a recipe: build everything, restore a checkpoint, run the loop, and report however the run ends."""
 
 import shutil
 import sys
@@ -54,21 +49,20 @@ from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumE
 
 
 def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
-    """Run a recipe to its end and write its report; returns the run directory.
+    """Run a recipe to its end and write its report; returns the run directory. One process at a time may do so.
 
-    ``resume``: from the last good checkpoint. ``restart``: from the beginning, in a directory whose run has none. One
-    process at a time may do so.
+    ``resume``: from the last good checkpoint. ``restart``: from the beginning, in a directory whose run has none.
     """
     recipe = resolve_epochs(recipe)
     directory = RunDirectory(recipe.directory.absolute())  # a reward or an environment may change the working directory
     made = _first_missing(directory.path)
-    with lock_run(directory.path), _errors_said(recipe, directory), _beside_others(directory) as notes:
-        with _nothing_left(directory.path, made):
+    with lock_run(directory.path), _plain_errors(recipe, directory), _beside_others(directory) as notes:
+        with _removed_if_it_fails(directory.path, made):
             if resume:
                 notes += go_on(recipe, directory)
             else:
                 (begin_again if restart else begin)(recipe, directory)
-            refuse_full(directory.path)  # a run that goes on writes only when its engines are up
+            refuse_full(directory.path)  # a resumed run writes nothing else until its engines are up
             trainer = open_trainer(recipe, directory, resume=resume, watchers=watchers, notes=notes)
         with _reported(directory, trainer):
             if resume:
@@ -88,9 +82,9 @@ def open_trainer(
     notes: Iterable[str] = (),
     make_learner: LearnerMaker | None = None,
 ) -> Trainer:
-    """Everything built and, on resume, put back as it was; nothing spent yet. ``notes`` are told to the watchers first.
+    """Build everything and, on resume, restore it; nothing is spent yet. ``notes`` go to the watchers first.
 
-    The learner is the one of this process, unless another is made.
+    The learner is that of this process, unless ``make_learner`` makes another.
     """
     make_deterministic(recipe)
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
@@ -99,19 +93,18 @@ def open_trainer(
     saved = None if last is None else checkpoints.path(last)
     store = open_store(recipe, directory.media)
     watchers = tuple(watchers)
-    if parts := placed_processes(
-        recipe.model_dump(include={"cluster", "rollout"})
-    ):  # nothing else is told until they are up
-        Watchers(watchers).noted(f"starting {', '.join(parts)}; that may take minutes")
+    early = Watchers(watchers)  # nothing else is reported until the processes are up
+    if parts := placed_processes(recipe.model_dump(include={"cluster", "rollout"})):
+        early.noted(f"starting {', '.join(parts)}; that may take minutes")
         if recipe.cluster.address == "auto" and (joined := found_cluster()):
-            Watchers(watchers).noted(joined)
+            early.noted(joined)
         for note in cluster_notes(recipe, gpus=torch.cuda.is_available()):
-            Watchers(watchers).noted(note)
+            early.noted(note)
     with _closed_if_it_fails() as closings:
         session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
         closings.append(lambda _: session.close())
         if recipe.cluster.shared and session.processes:
-            Watchers(watchers).noted(f"{len(session.processes)} of them are up; the learner's ranks come last")
+            early.noted(f"{len(session.processes)} of them are up; the learner's ranks come last")
         stream = make_stream(recipe, session.store)
         planner = make_planner(recipe.tasks.planner, stream, session.store)
         sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
@@ -119,7 +112,7 @@ def open_trainer(
         few = a_few(stream.sources)
         refuse_without_demonstrations(recipe, few)
         refuse_strange_tasks(session, [*held_out, *few])
-        unanswered = refuse_unanswered(session, few if recipe.steps else (), held_out)  # a warm start alone pays nothing
+        unanswered = refuse_unanswered(session, few if recipe.steps else (), held_out)  # a warm start alone has no reward
         sampling = session.policy.chat.media_format.frame_rule.sampling
         if resume:
             refuse_other_frames(directory, recorded_sampling(directory), sampling, [*few, *held_out])
@@ -138,7 +131,7 @@ def open_trainer(
             (watcher.attention if note.startswith("ATTENTION") else watcher.noted)(note)
         if skipped:
             watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
-        if not resume or notes:  # a run that goes on as it was has been told them
+        if not resume or notes:  # an unchanged resumed run has reported them
             long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
             beyond = context_note(recipe, plan.model) if plan.model is not None else ""
             for note in (*cautions(recipe), *filter(None, [beyond]), *start_notes(recipe, few), *long, *unanswered):
@@ -152,16 +145,16 @@ def open_trainer(
                 trainer.restore(checkpoints.load(last))
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(
-                    f"the trainer's state in '{checkpoints.path(last)}' is whole, but not one that this version can go on "
-                    f"from ({type(error).__name__}: {error}). Go on with the version that wrote it, or start a new run "
-                    "from the weights beside it (model.path)."
+                    f"the trainer's state in '{checkpoints.path(last)}' is whole, but this version cannot go on from it "
+                    f"({type(error).__name__}: {error}). Go on with the version that wrote it, or start a new run from the "
+                    "weights beside it (model.path)."
                 ) from error
     return trainer
 
 
 @contextmanager
 def _closed_if_it_fails() -> Iterator[list[Callable[[BaseException], None]]]:
-    """A run that cannot start ends the processes that it has started: the list closes them, the last first."""
+    """Close what a run has started, the last first, if the run cannot start."""
     closings: list[Callable[[BaseException], None]] = []
     try:
         yield closings
@@ -171,16 +164,15 @@ def _closed_if_it_fails() -> Iterator[list[Callable[[BaseException], None]]]:
 
 
 def _first_missing(path: Path) -> Path | None:
-    """The first folder on the way to ``path`` that is not there yet; None if all are."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     return missing[-1] if missing else None
 
 
 @contextmanager
-def _nothing_left(path: Path, made: Path | None) -> Iterator[None]:
-    """A run that cannot start takes the folders away again that it made; ``made`` is the first of them.
+def _removed_if_it_fails(path: Path, made: Path | None) -> Iterator[None]:
+    """Remove the folders that a run made, ``made`` the first of them, if the run cannot start.
 
-    Another process may have made them meanwhile, for a run that is over: then more than the lock is in there.
+    Another process may have made them meanwhile, for a run that is over: then they hold more than the lock.
     """
     fresh = made is not None and [entry.name for entry in path.iterdir()] == [LOCK]
     try:
@@ -188,7 +180,7 @@ def _nothing_left(path: Path, made: Path | None) -> Iterator[None]:
     except BaseException as error:
         if fresh and made is not None:
             shutil.rmtree(path, ignore_errors=True)
-            for folder in path.parents:  # runs/, if it was made and nothing else is in it
+            for folder in path.parents:  # runs/, if it was made here and is empty
                 if not folder.is_relative_to(made) or any(folder.iterdir()):
                     break
                 folder.rmdir()
@@ -197,39 +189,35 @@ def _nothing_left(path: Path, made: Path | None) -> Iterator[None]:
 
 
 def _learner_maker(recipe: Recipe) -> LearnerMaker:
-    """The learner of this process, or ranks in others as the cluster section says."""
     if not recipe.cluster.shared:
         return local_learner
-    from sensorium.assembly.sharded_learner import sharded_learner  # seconds of torch.distributed that others do not pay
+    from sensorium.assembly.sharded_learner import sharded_learner  # importing torch.distributed takes seconds
 
     return sharded_learner
 
 
-_going_on: list[Path] = []
-"""The runs of this process; more than one where threads train at the same time."""
+_going_on: list[Path] = []  # the runs of this process; more than one where threads train at the same time
 
 
 @contextmanager
 def _beside_others(directory: RunDirectory) -> Iterator[list[str]]:
-    """What to say to a run that starts while another one goes on in the same process: they share what is global."""
-    others = [path for path in _going_on if path != directory.path]
+    """A note for a run that starts while another is running in the same process: they share global state."""
+    others = [
+        f"ATTENTION: the run in '{path}' goes on in this process too. The global random numbers of Python, numpy and "
+        "torch belong to both, and so does torch's number of threads: a reward, an environment or a model's first "
+        "weights that draw from them may not repeat. For runs that repeat bit for bit start each in its own process."
+        for path in _going_on
+        if path != directory.path
+    ]
     _going_on.append(directory.path)
     try:
-        yield [_shared_with(others[0])] if others else []
+        yield others[:1]
     finally:
         _going_on.remove(directory.path)
 
 
-def _shared_with(other: Path) -> str:
-    return (
-        f"ATTENTION: the run in '{other}' goes on in this process too. The global random numbers of Python, numpy and "
-        "torch belong to both, and so does torch's number of threads: a reward, an environment or a model's first "
-        "weights that draw from them may not repeat. For runs that repeat bit for bit start each in its own process."
-    )
-
-
 def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints) -> tuple[int, list[str]]:
-    """The newest checkpoint that is as it was written, and what is worth saying about it and about damaged newer ones."""
+    """The newest good checkpoint, with notes about it, about damaged newer ones, and about lost files of the run."""
     damaged = checkpoints.set_damaged_aside()
     notes = list(damaged)
     complete = checkpoints.complete()
@@ -252,7 +240,16 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
             "lost or removed. The model does not depend on them; curves and report have a gap, and health rules that look "
             "back, such as whether anything was trained, know of no earlier step."
         )
-    notes += _lost_files(recipe, directory, last)
+    if not directory.ledger.exists():
+        notes.append(
+            f"ATTENTION: '{directory.ledger}' is missing: judges are asked again for judgements that were in it, and the "
+            "fates of earlier episodes are no longer on record."
+        )
+    if last > recipe.warm_start.steps and not directory.episodes_of(last).exists():
+        notes.append(
+            f"ATTENTION: '{directory.episodes_of(last)}' is missing: episodes were lost or removed. The model does not "
+            "depend on them; the report cannot show them."
+        )
     if not all(content.digest for content in listed_files(checkpoints.path(last)).values()):
         notes.append(f"the checkpoint of step {last} has no digests (an older version wrote it); only sizes were checked.")
     if last == recipe.warm_start.steps + recipe.steps:
@@ -263,23 +260,9 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
     return last, notes
 
 
-def _lost_files(recipe: Recipe, directory: RunDirectory, last: int) -> Iterator[str]:
-    """What to say of other files of the run that were there when its last checkpoint was written."""
-    if not directory.ledger.exists():
-        yield (
-            f"ATTENTION: '{directory.ledger}' is missing: judgements that were paid for are asked for again, and what "
-            "became of earlier episodes is no longer on record."
-        )
-    if last > recipe.warm_start.steps and not directory.episodes_of(last).exists():
-        yield (
-            f"ATTENTION: '{directory.episodes_of(last)}' is missing: episodes were lost or removed. The model does not "
-            "depend on them; the report cannot show them."
-        )
-
-
 @contextmanager
 def _reported(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
-    """However the run ends, close it and write its report; what fails then does not hide why the run ended."""
+    """Close the run and write its report, however it ends."""
     try:
         yield
     except BaseException as error:
@@ -290,7 +273,7 @@ def _reported(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
 
 
 def _end(*last_things: Callable[[], object]) -> None:
-    """Do what a run that failed has still to do; what fails then is said, and does not hide why the run ended."""
+    """Do the last things of a failed run; what fails then is printed, and does not hide why the run ended."""
     for last_thing in last_things:
         try:
             last_thing()
@@ -299,7 +282,7 @@ def _end(*last_things: Callable[[], object]) -> None:
 
 
 def _report_in_place(directory: RunDirectory) -> None:
-    """Write the report of a run that failed, unless its directory has gone: that has been said, and is not made anew."""
+    """Write the report of a failed run, unless its directory is gone: that was reported, and it is not made again."""
     try:
         refuse_moved(directory.path)
     except RecordError:
@@ -308,8 +291,8 @@ def _report_in_place(directory: RunDirectory) -> None:
 
 
 @contextmanager
-def _errors_said(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
-    """Memory that ran out, a disk without room, and a file of the run that cannot be used end it with one paragraph."""
+def _plain_errors(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
+    """Explain exhausted memory, a full disk, and an unusable file of the run in one paragraph."""
     try:
         yield
     except WriteFailed as error:
@@ -334,7 +317,7 @@ def _errors_said(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Study:
-    """What a run changed: summaries by variant, before and after, and where the run lies."""
+    """Summaries by variant, before and after a run, and its directory."""
 
     before: tuple[dict[str, Any], ...]
     after: tuple[dict[str, Any], ...]

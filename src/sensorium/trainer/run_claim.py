@@ -1,8 +1,7 @@
-"""Whose a run directory is: taken by a fresh run, gone on with by its own recipe, or started over.
+"""Claim a run directory: for a fresh run, to resume it with its own recipe, or to start it over.
 
-A run is where its directory is, so ``run_dir`` is not part of what must be the same. Neither is what cannot change what has
-been computed: how long the run goes on, how often it is measured and saved, what is logged, where it is computed, and by
-which engine; another engine is told, since its log-probs may differ in their last bits.
+A resumed run may change keys that do not change what was computed: where the run lies, how long it is, how often it is
+evaluated and saved, what is logged, on which device and by which engine (with a note: log-probs may differ in last bits).
 """
 
 import json
@@ -11,7 +10,7 @@ from typing import Any
 
 from sensorium.recipe.load import dump_recipe, load_recipe
 from sensorium.recipe.names import own_modules, refuse_loaded_elsewhere
-from sensorium.recipe.schema import EngineSection, OptimizerSection, Recipe
+from sensorium.recipe.schema import EngineSection, Recipe
 from sensorium.recipe.traits import estimator_traits
 from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken
 from sensorium.runs.durable import read_rows, write_whole
@@ -24,7 +23,6 @@ MAY_CHANGE = (
     "checkpoint.keep", "logging", "health", "cluster", "rollout.engine", "rollout.schedule", "tasks.on_bad_row",
     "tasks.on_long_prompt",
 )  # fmt: skip
-"""Keys, or sections, that may differ when a run is gone on with."""
 
 
 def begin(recipe: Recipe, directory: RunDirectory) -> None:
@@ -37,9 +35,9 @@ def begin(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 def write_recipe(recipe: Recipe, directory: RunDirectory) -> None:
-    """Write the recipe into its run; where the run lies is not written down, so that it may be moved.
+    """Write the recipe into its run, without ``run_dir``, so that the run may be moved.
 
-    Where the user's own modules lie stands in a file of its own: it may change, and is no part of what the run computes.
+    The places of the user's own modules are in a file of their own: they may change.
     """
     write_whole(directory.recipe, dump_recipe(recipe.model_copy(update={"run_dir": None})))
     if modules := own_modules(recipe.model_dump(mode="json")):
@@ -49,7 +47,7 @@ def write_recipe(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 def change_recipe(recipe: Recipe, directory: RunDirectory, step: int) -> None:
-    """Write the recipe of a run that goes on after ``step``; another one that it had until then is kept beside it."""
+    """Write the recipe of a run that is resumed after ``step``; one that differs from it is kept beside it."""
     before = directory.recipe.read_bytes()
     write_recipe(recipe, directory)
     if directory.recipe.read_bytes() != before:
@@ -57,9 +55,9 @@ def change_recipe(recipe: Recipe, directory: RunDirectory, step: int) -> None:
 
 
 def begin_again(recipe: Recipe, directory: RunDirectory) -> None:
-    """Forget what a run without a usable checkpoint has written, and take its directory as a fresh run.
+    """Delete what a run without a usable checkpoint has written, and claim its directory for a fresh run.
 
-    Judgements that were paid for stay, if the recipe is the same.
+    Judgements stay, if the recipe is the same.
     """
     if directory.exists():
         checkpoints = CheckpointFolder(directory.checkpoints)
@@ -77,7 +75,7 @@ def begin_again(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 def go_on(recipe: Recipe, directory: RunDirectory) -> list[str]:
-    """Check that a run may go on with a recipe; returns what is worth saying about keys that differ."""
+    """Check that a run may be resumed with a recipe; returns notes about keys that differ."""
     if not directory.exists():
         raise CheckpointError(f"nothing to resume: '{directory.path}' holds no run. Start it without --resume.")
     changed = list(_forbidden(recipe, directory))
@@ -89,15 +87,15 @@ def go_on(recipe: Recipe, directory: RunDirectory) -> list[str]:
             f"these may change: {', '.join(key for key in MAY_CHANGE if key != 'run_dir')}."
         )
     refuse_loaded_elsewhere(directory.path, recipe.model_dump(mode="json"))
-    for _ in read_rows(directory.metrics):  # a damaged row is said now, not when the report is written
+    for _ in read_rows(directory.metrics):  # a damaged row is an error now, not when the report is written
         pass
     directory.summaries()
     then = load_recipe(directory.recipe)
-    return [*_schedule_notes(recipe, then), *_engine_notes(recipe, then), *_cluster_notes(recipe, then)]
+    return list(_change_notes(recipe, then))
 
 
 def refuse_fewer_steps(recipe: Recipe, directory: RunDirectory, done: int) -> None:
-    """A run cannot end before where it is."""
+    """Refuse a recipe with fewer steps than were made."""
     warm = recipe.warm_start.steps
     if done > warm + recipe.steps:
         raise CheckpointError(
@@ -106,7 +104,7 @@ def refuse_fewer_steps(recipe: Recipe, directory: RunDirectory, done: int) -> No
 
 
 def no_checkpoint(directory: RunDirectory) -> CheckpointError:
-    """There is nothing to go on from."""
+    """The error for a run without a complete checkpoint."""
     return CheckpointError(
         f"'{directory.path}' has no complete checkpoint, so there is nothing to go on from. Start over in it with "
         "--restart, which forgets the rows and episodes it has written (checkpoint.every says how often a run is saved)."
@@ -129,26 +127,21 @@ def _differences(then: Any, now: Any, place: str) -> Iterator[tuple[str, Any, An
         yield place, then, now
 
 
-def _schedule_notes(recipe: Recipe, then: Recipe) -> list[str]:
-    """A learning rate that falls towards the last step falls otherwise when the last step moves."""
-    if recipe.steps == then.steps:
-        return []
-    optimizers = {"optimizer": recipe.optimizer}
-    if estimator_traits(recipe.algorithm.advantage.name).critic:
-        optimizers["algorithm.critic.optimizer"] = recipe.algorithm.critic.optimizer
-    notes = [f"the run now ends at {recipe.steps} steps of RL instead of {then.steps}."]
-    notes += [
-        f"ATTENTION: {name}.schedule is {section.schedule}, which depends on the number of steps. The steps so far were "
-        f"made for a total of {then.steps}, the next ones follow the schedule of {recipe.steps}: the learning rate jumps "
-        f"here, and the run is not the one that steps={recipe.steps} would have made from the start."
-        for name, section in optimizers.items()
-        if _depends_on_total(section)
-    ]
-    return notes
-
-
-def _engine_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
-    """Another engine, or other options of it, may round otherwise."""
+def _change_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
+    """Notes about changes that keep the resumed run from repeating the one that was never changed."""
+    if recipe.steps != then.steps:
+        yield f"the run now ends at {recipe.steps} steps of RL instead of {then.steps}."
+        optimizers = {"optimizer": recipe.optimizer}
+        if estimator_traits(recipe.algorithm.advantage.name).critic:
+            optimizers["algorithm.critic.optimizer"] = recipe.algorithm.critic.optimizer
+        for name, section in optimizers.items():
+            if section.schedule != "constant":
+                yield (
+                    f"ATTENTION: {name}.schedule is {section.schedule}, which depends on the number of steps. The steps so "
+                    f"far were made for a total of {then.steps}, the next ones follow the schedule of {recipe.steps}: the "
+                    f"learning rate jumps here, and the run is not the one that steps={recipe.steps} would have made from "
+                    "the start."
+                )
     now, before = recipe.rollout.engine, then.rollout.engine
     if now != before:
         yield (
@@ -156,36 +149,24 @@ def _engine_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
             "What is batched together, and so the last bits of log-probs, may differ from the run that was never changed."
         )
     elif recipe.lockstep != then.lockstep:
+        names = {True: "lockstep", False: "eager"}
         yield (
-            f"ATTENTION: rollout.schedule was {_schedule(then)} and is now {_schedule(recipe)}: the next steps do not "
-            "repeat those of the run that was never changed."
+            f"ATTENTION: rollout.schedule was {names[then.lockstep]} and is now {names[recipe.lockstep]}: the next steps "
+            "do not repeat those of the run that was never changed."
         )
-
-
-def _schedule(recipe: Recipe) -> str:
-    return "lockstep" if recipe.lockstep else "eager"
-
-
-def _cluster_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
-    """Another number of ranks sums in another order."""
-    changed = [
-        (before, now, key)
-        for key in ("learners", "sequence_parallel")
-        if (now := getattr(recipe.cluster, key)) != (before := getattr(then.cluster, key))
-    ]
-    for before, now, key in changed[:1]:
-        who = "learner" if before == 1 else "learners"
-        sharing = "" if key == "learners" else " that share tokens"
-        yield (
-            f"ATTENTION: steps so far were trained by {before} {who}{sharing}, the next ones by {now} (cluster.{key}). "
-            "Sums are taken in another order, so the last bits may differ from the run that was never changed."
-        )
+    for key in ("learners", "sequence_parallel"):
+        ranks, earlier = getattr(recipe.cluster, key), getattr(then.cluster, key)
+        if ranks != earlier:
+            who = "learner" if earlier == 1 else "learners"
+            sharing = "" if key == "learners" else " that share tokens"
+            yield (
+                f"ATTENTION: steps so far were trained by {earlier} {who}{sharing}, the next ones by {ranks} "
+                f"(cluster.{key}). Sums are taken in another order, so the last bits may differ from the run that was "
+                "never changed."
+            )
+            break
 
 
 def _engine(section: EngineSection) -> str:
     options = ", ".join(f"{key}: {value}" for key, value in section.options.items())
     return f"{section.name} ({options})" if options else section.name
-
-
-def _depends_on_total(section: OptimizerSection) -> bool:
-    return section.schedule != "constant"

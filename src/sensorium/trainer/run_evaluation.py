@@ -1,7 +1,6 @@
 """Evaluation during a run: when it is due, on which tasks, and where its result is written.
 
-A run is measured at its start, at the end of its warm start, every ``evaluation.every`` steps of RL and at its end. So what
-the warm start gave and what RL gave can be told apart.
+A run is evaluated at its start, at the end of its warm start, every ``evaluation.every`` steps of RL and at its end.
 """
 
 from collections.abc import Sequence
@@ -41,11 +40,11 @@ class RunEvaluator:
         self._warned_at = -1
 
     def due(self, step: int) -> bool:
-        """True if the model is to be evaluated as it is after this step (0: before the first)."""
+        """True if the model is to be evaluated after this step (0: before the first)."""
         return bool(self._tasks) and self.recipe.evaluates_after(step)
 
     async def evaluate(self, step: int) -> EvaluationResult:
-        """Evaluate on the held-out tasks and write what was found."""
+        """Evaluate on the held-out tasks and write summary and episodes."""
         recipe = self.recipe
         self.meter.lap()
         section = recipe.evaluation
@@ -68,11 +67,11 @@ class RunEvaluator:
         return evaluation
 
     def sight_due(self, step: int) -> bool:
-        """True if it is time to check that the model looks: at the start and at the end of a run that evaluates."""
+        """True at the start and at the end of a run that evaluates."""
         return bool(self._tasks) and self.recipe.checks_sight and step in (0, self.recipe.total_steps)
 
     async def check_sight(self, step: int) -> list[SightResult]:
-        """Play some held-out tasks with and without each kind of media; a check that fails is noted, and costs no run."""
+        """Play some held-out tasks with and without each kind of media; a failed check is only noted."""
         self.meter.lap()
         try:
             return await check_sight(self.recipe, self.session, await self.tasks(step), step)
@@ -89,7 +88,7 @@ class RunEvaluator:
             if fitting and unfit:
                 self.watcher.noted(f"{len(unfit)} held-out tasks were skipped; the first because: {unfit[0].reason}")
             self._playable, self._unfit = tuple(fitting), unfit
-        if not self._playable and self._warned_at != step:  # each time: a result that is missing must not go unseen
+        if not self._playable and self._warned_at != step:  # each time: a missing result must not go unseen
             self._warned_at = step
             self.watcher.attention(
                 f"ATTENTION: nothing is evaluated in this run: none of {len(self._unfit)} held-out tasks can be played, "

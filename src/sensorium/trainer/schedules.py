@@ -1,8 +1,16 @@
-"""When a step is collected: when it is due, one step ahead of the update, or continuously (asynchronous)."""
+"""Schedules: a step is collected when it is due, one step ahead of the update, or continuously (asynchronous).
+
+    synchronous     collect 1 · update 1 · collect 2 · update 2 · …
+    one_step_off    collect 1 · play 2 · update 1 beside scoring 2 · play 3 · update 2 beside scoring 3 · …
+
+With one_step_off a step is trained on episodes of the policy before its last update. The engine still never samples while
+an update is in flight: scoring of one step (judges, reward services) overlaps with the update of another. Before a
+checkpoint or an evaluation nothing is played ahead (``Recipe.plays_ahead``): what follows depends on the checkpoint alone.
+"""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -23,23 +31,6 @@ from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 
-# A group counts from the weights that it began with. With ``max_staleness`` 1 and two groups a step (P = 2):
-#
-#     weights      0                 1                   2
-#     played       a b c d           c e f g             g h i …
-#     trained           step 1: a b      step 2: c d         step 3: e f
-#
-# Here d was complete after step 1 was taken, and c went on across the update: its first tokens are of weights 0, its last
-# of weights 1. Step 2 must train on c, or c would be too old, so step 2 waits for it. Nothing is ever cut short.
-#
-# Invariants, with S = ``max_staleness`` and v the weights that a step trains:
-# - a group that began with weights b is trained by weights b + S at the latest: a step is taken only if, after it, at most
-#   k·P groups must be trained within the next k steps (k = 0 … S);
-# - that can always be reached by waiting, because at most (S + 1)·P groups are open when a step is taken, and until its
-#   update is done none beyond S·P is begun. So a learner that waits while nothing is played, scored or drawn would wait
-#   for ever: that is a defect here, and it ends the run at once.
-
-
 Result = TypeVar("Result")
 
 PREFIX = "stream"
@@ -50,9 +41,8 @@ RUN_ENDED = "dropped: the run ended before it was trained on"
 class OpenGroup:
     """A task that was drawn and is in no step yet. ``number`` counts the rows drawn in the run.
 
-    ``before`` is the task loader's state before it was drawn: what a resumed run draws it from again. ``began`` is the
-    number of updates in this process before it began, None before that. ``selection`` is what may be trained of it, once
-    it is played and scored.
+    ``before`` is the task loader's state before the draw, from which a resumed run repeats it. ``began`` is the number of
+    updates in this process when it began to be played. ``selection`` is set once it is played and scored.
     """
 
     number: int
@@ -76,7 +66,7 @@ class OpenGroup:
 
 @dataclass
 class Waits:
-    """Since the last row, seconds: the learner waited for episodes, and for scores; and nothing was played."""
+    """Since the last row: seconds that the learner waited for episodes and for scores, and that nothing was played."""
 
     episodes_s: float = 0.0
     scores_s: float = 0.0
@@ -86,7 +76,24 @@ class Waits:
 
 
 class AsynchronousSchedule:
-    """Collects steps from groups that are played beside everything else. It has the interface of ``Schedule``."""
+    """Collects steps from groups that are played continuously. It has the interface of ``Schedule``.
+
+    A group's age counts from the weights that it began with. With ``max_staleness`` 1 and two groups a step (P = 2):
+
+        weights      0                 1                   2
+        played       a b c d           c e f g             g h i …
+        trained           step 1: a b      step 2: c d         step 3: e f
+
+    Here d was complete after step 1 was taken, and c was played across the update: its first tokens are of weights 0, its
+    last of weights 1. Step 2 must train on c, or c would be too old, so step 2 waits for it. Nothing is ever cut short.
+
+    Invariants, with S = ``max_staleness`` and v the weights that a step trains:
+    - a group that began with weights b is trained by weights b + S at the latest: a step is taken only if, after it, at
+      most k·P groups must be trained within the next k steps (k = 0 … S);
+    - waiting always reaches that, because at most (S + 1)·P groups are open when a step is taken, and until its update is
+      done none beyond S·P begins. So a learner that waits while nothing is played, scored or drawn would wait for ever:
+      that is a defect, and ends the run at once.
+    """
 
     def __init__(self, recipe: Recipe, collector: Collector) -> None:
         self.recipe, self.collector = recipe, collector
@@ -104,7 +111,7 @@ class AsynchronousSchedule:
                 f"'{recipe.rollout.engine.name}' cannot. Use rollout.engine: process, vllm or native."
             )
         threads = torch.get_num_threads()
-        # An engine that samples with the learner's own weights must stand still while these change.
+        # An engine that samples with the learner's own weights must pause while these change.
         beside = engine.capabilities.own_weights
         self._thread = ThreadPoolExecutor(1, "update", lambda: torch.set_num_threads(threads)) if beside else None
         self._staleness = recipe.schedule.max_staleness
@@ -125,10 +132,8 @@ class AsynchronousSchedule:
         self._waits = Waits()
         self._idle_since: float | None = None
 
-    # The steps.
-
     async def collect(self, step: int, clock: Clock) -> CollectedStep:
-        """What a step trains on: complete groups, the oldest first; waits until no group grows too old by it."""
+        """Take a step's groups, complete ones, the oldest first; waits until no other group would grow too old."""
         first = self.loader.drawn
         self._step = step
         if self._filling is None:
@@ -158,7 +163,7 @@ class AsynchronousSchedule:
         return self._collected(sorted([*chosen, *dropped], key=lambda group: group.number), self.loader.drawn - first)
 
     def take_waits(self, step_s: float) -> dict[str, float]:
-        """Who waited for whom stands in what was collected."""
+        """The waits are already in the collected step's metrics."""
         return {}
 
     async def compute(self, work: Callable[[], Result]) -> Result:
@@ -176,14 +181,14 @@ class AsynchronousSchedule:
         return result
 
     def settle(self, step: int, collected: CollectedStep) -> None:
-        """Put on record what became of every task that was drawn for a step."""
+        """Record the fate of every task that was drawn for a step."""
         for group in collected.played:
             reasons = [collected.fates.get(episode.id) for episode in group.episodes]
             fate = "trained" if None in reasons or not reasons else str(reasons[0])
-            self.ledger.settle_draw(_number(group.id), step, fate)
+            self.ledger.settle_draw(int(group.id.split("/")[1]), step, fate)  # its number among all rows drawn
 
-    async def abandon(self, then: Callable[[CollectedStep], Awaitable[None] | None]) -> None:
-        """The run ends here: what is open is not trained on, and that is put on record."""
+    async def abandon(self) -> CollectedStep | None:
+        """End playing at the run's end, and record that open groups are not trained on."""
         running = [*self._plays, *([self._filling] if self._filling is not None else [])]
         for task in running:
             task.cancel()
@@ -195,16 +200,15 @@ class AsynchronousSchedule:
             self.ledger.settle_draw(group.number, self._step + 1, RUN_ENDED)
         self._open = []
         self.streaming = False
+        return None
 
     def close(self) -> None:
         """Give the thread back."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    # The checkpoint.
-
     def state_dict(self) -> dict[str, Any]:
-        """Where drawing goes on, and what was drawn and is in no step yet: a resumed run plays that first."""
+        """Where drawing continues, and the open groups, which a resumed run plays first."""
         if self._drawn is None:
             return {"tasks": self.loader.state_dict(), "open": deepcopy(self._restored)}
         waiting = [{"number": group.number, "before": group.before} for group in self._open]
@@ -215,10 +219,7 @@ class AsynchronousSchedule:
         self.loader.load_state_dict(state["tasks"])
         self._restored = list(state.get("open", ()))
 
-    # Playing.
-
     async def _fill(self) -> None:
-        """Draw tasks and begin their groups, as long as there is room."""
         after = deepcopy(self.loader.state_dict())
         restored = self._restored
         while restored:
@@ -238,7 +239,7 @@ class AsynchronousSchedule:
             await self._begin(group)
 
     async def _draw(self, before: dict[str, Any]) -> OpenGroup:
-        """The next task, on record with the rows that were skipped on the way to it."""
+        """Draw the next task; the ledger records it and the rows skipped before it."""
         first = self.loader.drawn
         drawn = await self.loader.draw(1)
         number = self.loader.drawn - 1
@@ -252,7 +253,6 @@ class AsynchronousSchedule:
         return group
 
     async def _begin(self, group: OpenGroup) -> None:
-        """Begin to play a group as soon as there is room: what was drawn may have to wait for an update."""
         await self._until_room()
         group.began = self._updates
         self._count_idle()
@@ -263,7 +263,6 @@ class AsynchronousSchedule:
         self._stir()
 
     async def _until_room(self) -> None:
-        """Wait until one more group may be begun."""
         while not self._room:
             if not self._full:
                 self._full = True
@@ -273,7 +272,7 @@ class AsynchronousSchedule:
 
     @property
     def _room(self) -> bool:
-        """True if one more group may be begun."""
+        """Whether one more group may begin."""
         begun = [group for group in self._open if group.began is not None and not group.dropped]
         left = self.recipe.total_steps - self._step + (not self._updating)  # steps that are still to be taken
         limit = self._wanted * min(self._staleness + (not self._updating), left)
@@ -282,7 +281,7 @@ class AsynchronousSchedule:
         return len(begun) < limit and (not concurrency or playing < max(1, concurrency // self._size))
 
     async def _play(self, group: OpenGroup) -> None:
-        """Play and score a group, and see what of it can be trained on."""
+        """Play and score a group, and select its episodes to train on."""
         recipe = self.recipe
         attempt, deadlines = Attempt(recipe.seed, group.number, PREFIX), Deadlines(known=self._known)
         stream = self.session.rollout.stream([group.task], self._size, attempt, sampling_of(recipe.rollout), deadlines)
@@ -322,7 +321,7 @@ class AsynchronousSchedule:
         return chosen
 
     def _refuse_standstill(self) -> None:
-        """End the run where the learner waits for groups, and drawing waits for the learner."""
+        """Raise where the learner waits for groups and drawing waits for the learner."""
         if self._plays or not self._full or self._room:
             return
         begun = [group for group in self._open if group.began is not None]
@@ -351,10 +350,7 @@ class AsynchronousSchedule:
         row["groups/open"] = len(self._open)
         return CollectedStep(selection, played, (), fates, {}, drawn, row)
 
-    # Waking up.
-
     def _count_idle(self) -> None:
-        """Count the seconds in which nothing is played."""
         now = time.perf_counter()
         if self._idle_since is not None:
             self._waits.idle_s += now - self._idle_since
@@ -362,7 +358,6 @@ class AsynchronousSchedule:
 
     @property
     def _playing(self) -> bool:
-        """True if any group is being played."""
         return any(group.began is not None and not group.played for group in self._open)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
@@ -371,7 +366,7 @@ class AsynchronousSchedule:
         self._stir()
 
     def _stir(self) -> None:
-        """Something happened: whoever waits looks again."""
+        """Wake up whoever waits for a change."""
         self._changed.set()
 
     async def _change(self) -> None:
@@ -379,20 +374,6 @@ class AsynchronousSchedule:
         await event.wait()
         if self._changed is event:
             self._changed = asyncio.Event()
-
-
-def _number(group_id: str) -> int:
-    """The number of a group's task among all rows drawn."""
-    return int(group_id.split("/")[1])
-
-
-#     synchronous     collect 1 · update 1 · collect 2 · update 2 · …
-#     one_step_off    collect 1 · play 2 · update 1 beside scoring 2 · play 3 · update 2 beside scoring 3 · …
-#
-# With one_step_off a step is trained on what the policy before its last update wrote. The engine still never samples while
-# an update is in flight, so what overlaps is the scoring (judges, reward services) of one step and the update of another.
-# Before a checkpoint or an evaluation nothing is played ahead (``Recipe.plays_ahead``): what follows one is a function of
-# it alone.
 
 
 def make_schedule(
@@ -427,7 +408,7 @@ class Schedule:
             self._updating = ThreadPoolExecutor(1, "update", lambda: torch.set_num_threads(threads))
 
     async def collect(self, step: int, clock: Clock) -> CollectedStep:
-        """What a step trains on: played ahead, or now."""
+        """Collect a step, unless it was played ahead."""
         if self._ahead is None:
             collected = await self.collector.collect(step, clock)
             self._for_episodes_s += clock.seconds.get("rollout", 0.0)
@@ -441,7 +422,7 @@ class Schedule:
         return collected
 
     def take_waits(self, step_s: float) -> dict[str, float]:
-        """Who waited for whom in a step of so many seconds. Nothing is played while the learner does not wait for it."""
+        """Who waited for whom in a step of ``step_s`` seconds. The engine is idle unless the learner waits for it."""
         row = {
             "wait/learner_for_episodes_s": self._for_episodes_s,
             "wait/learner_for_scores_s": self._for_scores_s,
@@ -451,7 +432,7 @@ class Schedule:
         return row
 
     async def play_ahead(self, step: int) -> None:
-        """Begin to collect a step, and come back when it is played; its scores may still be missing."""
+        """Begin to collect a step; returns when it is played, though scores may still be missing."""
         played, clock = asyncio.Event(), self.new_clock()
         task = asyncio.create_task(self.collector.collect(step, clock, played.set))
         task.add_done_callback(lambda _: played.set())
@@ -465,10 +446,10 @@ class Schedule:
         return work()
 
     def settle(self, step: int, collected: CollectedStep) -> None:
-        """A step is on record; there is nothing to add."""
+        """The ledger has the step already; there are no draws to record."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to draw on exactly: at this moment nothing is open."""
+        """The task loader's state: nothing is open when a checkpoint is written."""
         return {"tasks": self.collector.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -476,7 +457,7 @@ class Schedule:
         self.collector.loader.load_state_dict(state["tasks"])
 
     async def beside_scoring(self, update: Callable[[], Result]) -> Result:
-        """Run an update: in a thread while a step that was played ahead is scored, and come back when both are done."""
+        """Run an update, in a thread while a step that was played ahead is scored; returns when both are done."""
         if self._ahead is None or self._updating is None:
             return update()
         try:
@@ -486,11 +467,12 @@ class Schedule:
             await asyncio.wait([self._ahead[0]])
             self._for_scores_s += time.perf_counter() - started
 
-    async def abandon(self, then: Callable[[CollectedStep], Awaitable[None] | None]) -> None:
-        """The run ends here: a step that was played ahead is not trained on; ``then`` puts it on record."""
-        if self._ahead is not None:
-            (task, _), self._ahead = self._ahead, None
-            then(await task)
+    async def abandon(self) -> CollectedStep | None:
+        """At the run's end: a step that was played ahead and is not trained on."""
+        if self._ahead is None:
+            return None
+        (task, _), self._ahead = self._ahead, None
+        return await task
 
     def close(self) -> None:
         """Give the thread back."""

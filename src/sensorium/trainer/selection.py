@@ -1,4 +1,4 @@
-"""Which groups are trained on, and what became of everybody else. Missing is not zero: who has no score is left out."""
+"""Select the groups to train on, with a fate for all other episodes. Missing is not zero: no score, no training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,17 @@ from sensorium.algorithms.advantages import alike
 from sensorium.vocabulary.episode import Episode, Group, Status
 from sensorium.vocabulary.score import unusable
 
-NO_SIGNAL = "dropped: nobody in its group has an advantage (all were paid the same, or nobody leads)"
+NO_SIGNAL = "dropped: nobody in its group has an advantage (all rewards are the same, or nobody leads)"
 UNUSED = "unused: enough other groups were complete before"
-TOO_ALIKE = "dropped: the members of other groups were paid more differently (selection.variance_share)"
+TOO_ALIKE = "dropped: the rewards of other groups vary more (selection.variance_share)"
 EMPTY = "dropped: nothing was written, so there is no token to credit"
 MASKED = "masked: a budget cut it off, so it is not trained on (rollout.mask_truncated), but counts in its group's baseline"
-SET_ASIDE = frozenset({NO_SIGNAL, UNUSED, TOO_ALIKE})
-"""Fates of what could have been trained on, but was not wanted."""
+SET_ASIDE = frozenset({NO_SIGNAL, UNUSED, TOO_ALIKE})  # fates of groups that could have been trained on
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Groups left to train on, and what became of everybody else (episode id → reason)."""
+    """Groups to train on, and the fates of all other episodes (episode id → reason)."""
 
     groups: tuple[Group, ...] = ()
     fates: dict[str, str] = field(default_factory=dict)
@@ -36,7 +35,7 @@ class Selection:
 
 
 def select(groups: Sequence[Group], on_missing: str, *, smallest: int) -> Selection:
-    """Drop episodes that failed or have no total, by policy; groups left with fewer than ``smallest`` are not trained."""
+    """Drop episodes that failed or have no reward, by policy, and groups left with fewer than ``smallest``."""
     kept, fates = [], {}
     for group in groups:
         bad = {e.id: why_unfit(e) for e in group.episodes}
@@ -52,7 +51,7 @@ def select(groups: Sequence[Group], on_missing: str, *, smallest: int) -> Select
 
 
 def why_unfit(episode: Episode) -> str:
-    """Why an episode cannot be trained on or compared with; empty if it can."""
+    """Why an episode cannot be trained on; empty if it can."""
     if episode.status in (Status.FAILED, Status.ABORTED):
         return f"{episode.status}: {episode.failure}"
     if not episode.sampled_tokens:
@@ -61,7 +60,7 @@ def why_unfit(episode: Episode) -> str:
         missing = [f"{s.name} ({s.reason})" for s in episode.scores if s.missing and s.weight != 0]
         return f"dropped: no score for {', '.join(missing) or 'anything'}"
     weighed = [(s.name, s.value) for s in episode.scores if s.weight != 0 and s.value is not None]
-    bad = [f"{name} paid {value:g}" for name, value in weighed if unusable(value)]
+    bad = [f"{name} gave {value:g}" for name, value in weighed if unusable(value)]
     if bad or unusable(episode.reward):
         return f"dropped: no number to train on ({', '.join(bad) or f'in all {episode.reward:g}'})"
     return ""
@@ -80,14 +79,14 @@ def first(selection: Selection, wanted: int, ranks: Mapping[str, tuple[int, int]
 
 def most_varied(selection: Selection, wanted: int) -> Selection:
     """At most ``wanted`` groups, and one at least: those whose rewards vary most, by their order among equals."""
-    by_variance = sorted(selection.groups, key=lambda group: -_variance(group))
+
+    def variance(group: Group) -> float:
+        return pvariance([e.reward for e in group.episodes if e.reward is not None])
+
+    by_variance = sorted(selection.groups, key=variance, reverse=True)
     return selection.without({group.id: TOO_ALIKE for group in by_variance[max(1, wanted) :]})
 
 
-def _variance(group: Group) -> float:
-    return pvariance([e.reward for e in group.episodes if e.reward is not None])
-
-
 def zero_variance(groups: Sequence[Group]) -> int:
-    """How many groups have members that were all paid the same, by the estimators' own measure of a difference."""
+    """How many groups have members with equal rewards, by the estimators' own measure of a difference."""
     return sum(alike([e.reward for e in group.episodes if e.reward is not None]) for group in groups)

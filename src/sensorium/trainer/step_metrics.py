@@ -64,10 +64,10 @@ def peak_memory_gib() -> float:
 
 
 def staleness_metrics(schedule: str, samples: Sequence[Sequence[CreditedEpisode]], version: int) -> dict[str, float]:
-    """Mean and largest age of what is trained on by weights of ``version``; nothing where it cannot have any.
+    """Mean and largest age, in updates, of what is trained by weights of ``version``; empty if synchronous.
 
-    With the asynchronous schedule they are of tokens, and ``staleness/share_N`` is the share of tokens that are N updates
-    old: of one response some may be older than others.
+    With the asynchronous schedule ages are of tokens, since those of one response may differ, and ``staleness/share_N`` is
+    the share of tokens that are N updates old.
     """
     responses = [turn.response for group in samples for sample in group for turn in sample.episode.turns]
     if schedule == "synchronous" or not responses:
@@ -88,23 +88,23 @@ def staleness_metrics(schedule: str, samples: Sequence[Sequence[CreditedEpisode]
 
 
 def episode_metrics(groups: Sequence[Group], selection: Selection, *, mask_truncated: bool = False) -> dict[str, float]:
-    """Rewards by term and by named part, accuracy, what the episodes were like. A group masked whole is not trained on."""
+    """Rewards by term and by named part, accuracy, lengths and fates. A group masked whole is not trained on."""
     episodes = [episode for group in groups for episode in group.episodes]
     row: dict[str, float] = {}
     _put_mean(row, "reward/mean", [e.reward for e in episodes if e.reward is not None])
     terms: dict[str, list[float]] = defaultdict(list)
     missing: dict[str, int] = defaultdict(int)
     for episode in episodes:
-        for name, paid in by_name(episode.scores).items():
-            if paid is not None:
-                terms[name].append(paid)
+        for name, value in by_name(episode.scores).items():
+            if value is not None:
+                terms[name].append(value)
         for score in episode.scores:
             missing[score.name] += score.missing
     for name in sorted(terms.keys() | missing.keys()):
         _put_mean(row, f"reward/{name}", terms[name])
         row[f"missing/{name}"] = missing[name]
     for term in sorted({name.partition("/")[0] for name in terms if "/" in name} - terms.keys()):
-        _put_mean(row, f"reward/{term}", [paid for e in episodes if (paid := _sum_of_parts(e, term)) is not None])
+        _put_mean(row, f"reward/{term}", [value for e in episodes if (value := _sum_of_parts(e, term)) is not None])
     _put_mean(row, "accuracy", [float(e.correct) for e in episodes if e.correct is not None])
     unseen = masked(selection.groups) if mask_truncated else {}
     trained = [group for group in selection.groups if any(e.id not in unseen for e in group.episodes)]
@@ -116,18 +116,18 @@ def episode_metrics(groups: Sequence[Group], selection: Selection, *, mask_trunc
     _put_mean(row, "episodes/length_mean", lengths)
     row["episodes/length_max"] = max(lengths, default=0)
     _put_mean(row, "episodes/turns_mean", [len(e.turns) for e in episodes])
-    row["episodes/truncated"] = _count(episodes, Status.TRUNCATED)
+    row["episodes/truncated"] = sum(e.status == Status.TRUNCATED for e in episodes)
     row["episodes/out_of_context"] = sum(bool(e.info.get("out_of_context")) for e in episodes)
     row["episodes/empty"] = sum(fate == EMPTY for fate in selection.fates.values())
     if mask_truncated:
         row["episodes/masked"] = len(unseen)
-    row["episodes/failed"] = _count(episodes, Status.FAILED) + _count(episodes, Status.ABORTED)
+    row["episodes/failed"] = sum(e.status in (Status.FAILED, Status.ABORTED) for e in episodes)
     row["episodes/dropped"] = sum(fate not in SET_ASIDE for fate in selection.fates.values())
     return row
 
 
 def length_metrics(groups: Sequence[Group], fates: Mapping[str, str]) -> dict[str, float]:
-    """How long the episodes are that are trained on, and how long those that are not."""
+    """Lengths of the episodes that are trained on, and of those that are not."""
     row: dict[str, float] = {}
     for name, dropped in (("kept", False), ("dropped", True)):
         lengths = [e.sampled_tokens for group in groups for e in group.episodes if (e.id in fates) == dropped]
@@ -138,7 +138,7 @@ def length_metrics(groups: Sequence[Group], fates: Mapping[str, str]) -> dict[st
 
 
 def environment_metrics(pool: WorkerPool) -> dict[str, float]:
-    """What calls of environments that run in threads took since the last row; nothing where there were none."""
+    """Times of environment calls in threads since the last row; empty where there were none."""
     counted = pool.take_counters()
     if not counted.calls:
         return {}
@@ -151,20 +151,19 @@ def environment_metrics(pool: WorkerPool) -> dict[str, float]:
 
 
 GIB = 1 << 30
-FIRST_TOLD_GIB = 2.0
-"""Size of a run's media at which it is first said, then at each doubling."""
+FIRST_NOTED_GIB = 2.0  # size of a run's media at which a note is made, then at each doubling
 
 
 class MediaMeter:
-    """What media cost, from row to row of a run; of a policy that only reads there is nothing to tell."""
+    """Counts decoded, preprocessed and encoded media between the rows of a run; empty for a text-only policy."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._before = session, session.policy.media_counts
         self._row: dict[str, float] = {}
-        self._told_gib = FIRST_TOLD_GIB
+        self._noted_gib = FIRST_NOTED_GIB
 
     def lap(self, name: str = "media") -> None:
-        """Put what was counted since the last lap under a name, on top of what stands there in this row already."""
+        """Add what was counted since the last lap to the counts under a name."""
         now = self._session.policy.media_counts
         for key, count in now.since(self._before).items():
             self._row[f"{name}/{key}"] = self._row.get(f"{name}/{key}", 0) + count
@@ -172,18 +171,18 @@ class MediaMeter:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What media cost within this is in no row."""
+        """Count nothing within this."""
         self.lap()
         yield
         self._before = self._session.policy.media_counts
 
     def notes(self) -> list[str]:
-        """What to say of the media store: nothing, or that it has grown to twice what was last said."""
+        """A note if the media store has doubled since the last one."""
         size = self._session.store.stored_bytes / GIB
-        if size < self._told_gib:
+        if size < self._noted_gib:
             return []
-        while self._told_gib <= size:
-            self._told_gib *= 2
+        while self._noted_gib <= size:
+            self._noted_gib *= 2
         folder = self._session.store.folder
         return [
             f"'{folder}' holds {size:.1f} GiB of media: every picture that tasks and environments show is kept, for the "
@@ -191,7 +190,7 @@ class MediaMeter:
         ]
 
     def row(self) -> dict[str, float]:
-        """The metrics since the last row, and what is kept now."""
+        """The counts since the last row, and the sizes now."""
         self.lap()
         row, self._row = self._row, {}
         sizes = {f"media/{key}": size for key, size in self._before.sizes.items()}
@@ -200,9 +199,9 @@ class MediaMeter:
 
 
 def _sum_of_parts(episode: Episode, term: str) -> float | None:
-    """What a term paid an episode in all, by its named parts; None where one is missing.
+    """The sum of a term's named parts for an episode; None where one is missing.
 
-    Parts that are measured beside paid ones (weight 0) do not count.
+    Parts of weight 0 do not count, unless all have weight 0.
     """
     parts = [score for score in episode.scores if score.name.startswith(f"{term}/")]
     values = [score.value for score in parts if score.weight != 0 or not any(part.weight for part in parts)]
@@ -212,7 +211,3 @@ def _sum_of_parts(episode: Episode, term: str) -> float | None:
 def _put_mean(row: dict[str, float], name: str, values: Sequence[float]) -> None:
     if values:
         row[name] = sum(values) / len(values)
-
-
-def _count(episodes: Sequence[Episode], status: Status) -> int:
-    return sum(e.status == status for e in episodes)

@@ -1,8 +1,8 @@
-"""Notes about tasks that a run skips: the first few of each kind by name and reason; further ones are only counted.
+"""Load the tasks of a run: draw them, skip those that cannot be played, and look ahead to the next step's.
 
-rows.jsonl:2 cannot be read         → "a task is skipped, because it cannot be read: rows.jsonl:2 …"
-the same in the next epoch          → nothing
-a fourth that cannot be read        → "further tasks that cannot be read are skipped without a note; …", once
+Rows are read, and their media decoded and preprocessed, in threads, so that the event loop stays free. While a step is
+trained on, the tasks of the next are drawn and their media decoded ahead, unless the planner waits for this step's
+outcomes. Invariant: a checkpoint has the state after the last draw that was delivered, whatever was drawn ahead since.
 """
 
 import asyncio
@@ -22,53 +22,46 @@ from sensorium.rollout.live import media_of
 from sensorium.rollout.play import Rollout
 from sensorium.runs.durable import read_json, write_whole
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, SensoriumError, TaskError
 from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import Task
 
-MOST_TOLD = 3
-"""Tasks of a kind that are named."""
+MOST_NAMED = 3  # skipped tasks of a kind
+SKIPPED_AT_ONCE = 10_000  # tasks in a row that a draw skips at most, where the planner has no ``whole_pass``
+T = TypeVar("T")
 
 
 class SkipNotes:
-    """Tells of skipped tasks as they come. It remembers only what it told, so a long run costs no memory."""
+    """Notes the first few skipped tasks of each kind by name and reason, and once that others are only counted.
+
+    rows.jsonl:2 cannot be read         → "a task is skipped, because it cannot be read: rows.jsonl:2 …"
+    the same in the next epoch          → nothing
+    a fourth that cannot be read        → "further tasks that cannot be read are skipped without a note; …", once
+    """
 
     def __init__(self, noted: Callable[[str], None]) -> None:
-        self._bad = _KindNotes(noted, "a task is skipped, because it cannot be read", "tasks that cannot be read", "bad")
-        self._long = _KindNotes(noted, "a task is skipped, because its prompt is too long", "long prompts", "long")
+        self._noted = noted
+        self._reasons: dict[bool, set[str]] = {False: set(), True: set()}  # by whether the prompt is too long
 
-    def tell(self, skipped: Sequence[SkippedRow]) -> None:
+    def note(self, skipped: Sequence[SkippedRow]) -> None:
         """Name those that are new, as long as few were named."""
         for skip in skipped:
-            (self._long if skip.long_prompt else self._bad).tell(skip.reason)
-
-
-class _KindNotes:
-    """The notes of one kind: ``opening`` begins each, ``many`` is what tasks of this kind are called."""
-
-    def __init__(self, noted: Callable[[str], None], opening: str, many: str, metric: str) -> None:
-        self._noted, self._opening = noted, opening
-        self._last = f"further {many} are skipped without a note; the metric tasks/skipped_{metric} counts them"
-        self._told: set[str] = set()
-        self._over = False
-
-    def tell(self, reason: str) -> None:
-        if self._over or reason in self._told:
-            return
-        self._over = len(self._told) == MOST_TOLD
-        self._told.add(reason)
-        self._noted(self._last if self._over else f"{self._opening}: {' '.join(reason.split())}")
-
-
-# A resumed run looks at the same again. Rows that were rewritten meanwhile, or a picture that was replaced by another
-# one, would otherwise go unnoticed.
+            known = self._reasons[skip.long_prompt]
+            if len(known) > MOST_NAMED or skip.reason in known:
+                continue
+            known.add(skip.reason)
+            if len(known) <= MOST_NAMED:
+                why = "its prompt is too long" if skip.long_prompt else "it cannot be read"
+                self._noted(f"a task is skipped, because {why}: {' '.join(skip.reason.split())}")
+            else:
+                many, metric = ("long prompts", "long") if skip.long_prompt else ("tasks that cannot be read", "bad")
+                self._noted(f"further {many} are skipped without a note; the metric tasks/skipped_{metric} counts them")
 
 
 def remember_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Sequence[TaskSource]) -> None:
-    """Write down what the tasks and the sources' files are."""
+    """Write down digests of the tasks and of the sources' files, which a resumed run compares with its own."""
     seen: dict[str, list[str]] = {}
     for task in tasks:  # two sources may have tasks of the same id
         seen.setdefault(task.id, []).append(task_digest(task))
@@ -76,7 +69,7 @@ def remember_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Sequ
 
 
 def changed_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Sequence[TaskSource]) -> list[str]:
-    """What to say if files or tasks are no longer what they were; nothing of what an earlier version kept no digests of."""
+    """A note if files or tasks have changed since the run began, as far as digests of them were kept."""
     if not directory.tasks.exists():
         return []
     then = read_json(directory.tasks, "Remove it: then nothing says whether the tasks are still those the run began with.")
@@ -103,7 +96,7 @@ def changed_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Seque
 
 
 def _row_files(sources: Sequence[TaskSource]) -> dict[str, list[str]]:
-    """The digests of the files that hold the sources' rows; a source that names none is known by its tasks alone."""
+    """The digests of the files that hold the sources' rows, for sources that name any."""
     files: dict[str, list[str]] = {}
     for source in sources:  # two may use a file, each up to a limit of its own
         for file, digest in getattr(source, "row_digests", {}).items():
@@ -112,41 +105,27 @@ def _row_files(sources: Sequence[TaskSource]) -> dict[str, list[str]]:
 
 
 def refuse_other_frames(directory: RunDirectory, then: str, now: str, tasks: Sequence[Task]) -> None:
-    """Refuse to go on where videos that name no rule of sampling would show other frames ``now`` than ``then``.
+    """Refuse to resume where videos without a sampling rule would show other frames ``now`` than ``then``.
 
-    Versions that did not write the rule down (then it is empty) took frames at the middles of intervals.
+    Versions that did not write the rule down (``then`` is empty) took frames at the middles of intervals.
     """
     if now == (then or "middle"):
         return
-    open_ones = [task for task in tasks for message in task.messages for item in message.media if _leaves_open(item)]
+    videos = [(task, i.parameters) for task in tasks for i in media_of(task.messages)]
+    open_ones = [task for task, asked in videos if isinstance(asked, VideoParameters) and asked.sampling is None]
     if open_ones:
-        told = f"by '{then}'" if then else "by 'middle', for an earlier version began it,"
+        rule = f"by '{then}'" if then else "by 'middle', for an earlier version began it,"
         raise CheckpointError(
-            f"'{directory.path}' took the frames of videos {told} where a task says nothing (task '{open_ones[0].id}' does "
-            f"not), and this version takes them by '{now}': the run would go on with other frames. To go on as it was, "
-            f"write 'sampling: {then or 'middle'}' into the options of its videos (tasks, options, video) in "
+            f"'{directory.path}' took the frames of videos {rule} where a task names no rule (task '{open_ones[0].id}' "
+            f"does not), and this version takes them by '{now}': the run would go on with other frames. To go on as it "
+            f"was, write 'sampling: {then or 'middle'}' into the options of its videos (tasks, options, video) in "
             f"'{directory.recipe}'; or start a new run."
         )
 
 
-def _leaves_open(item: Media) -> bool:
-    return isinstance(item.parameters, VideoParameters) and item.parameters.sampling is None
-
-
-# Rows are read, and their media decoded and preprocessed, in threads: the event loop stays free. While a step is
-# trained on, the tasks of the next are drawn and their media decoded ahead, unless the planner waits for this step's
-# outcomes. Invariant: the state in a checkpoint is that after the last draw that was delivered, whatever was drawn
-# ahead since.
-
-
-SKIPPED_AT_ONCE = 10_000
-"""Tasks in a row that a draw skips at most, where the planner does not say within how many every task comes up."""
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class _DrawAhead:
-    """A draw ahead of its time: how many tasks, the planner's state before it, and what comes of it."""
+    """A draw made ahead: how many tasks, the planner's state before it, and its result."""
 
     count: int
     before: dict[str, Any]
@@ -154,14 +133,13 @@ class _DrawAhead:
 
 
 class TaskLoader:
-    """Draws what can be played: media are sound, and the prompt leaves room for a response."""
+    """Draws tasks that can be played: media are readable, and the prompt leaves room for a response."""
 
     def __init__(
         self, section: TasksSection, planner: Planner, rollout: Rollout, noted: Callable[[str], None] = lambda text: None
     ) -> None:
         self.section, self.planner, self.rollout = section, planner, rollout
-        self.drawn = 0
-        """Rows that were drawn since the run began, skipped ones included."""
+        self.drawn = 0  # rows since the run began, skipped ones included
         self._notes = SkipNotes(noted)
         self._observes = bool(getattr(planner, "observes", True))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")  # planner and sources are used by one thread
@@ -173,11 +151,11 @@ class TaskLoader:
 
     @property
     def waits_for_outcomes(self) -> bool:
-        """True if the planner decides by what became of earlier tasks."""
+        """True if the planner decides by the outcomes of earlier tasks."""
         return self._observes
 
     async def draw(self, count: int) -> PlannedTasks:
-        """The next ``count`` tasks that can be played; an error as soon as every task was looked at and none can be."""
+        """The next ``count`` tasks that can be played; raises as soon as every task was tried and none can be."""
         tasks: list[Task] = []
         skipped: list[SkippedRow] = []
         in_a_row: list[SkippedRow] = []
@@ -188,7 +166,7 @@ class TaskLoader:
             fitting, unfit = await self.fitting(drawn.tasks)
             tasks += fitting
             passed_over = [*drawn.skipped, *unfit]
-            self._notes.tell(passed_over)
+            self._notes.note(passed_over)
             skipped += passed_over
             in_a_row = [] if fitting else in_a_row + passed_over
             if len(in_a_row) >= self._most_skipped:
@@ -197,9 +175,9 @@ class TaskLoader:
         return PlannedTasks(tuple(tasks), tuple(skipped))
 
     def look_ahead(self, count: int) -> None:
-        """Begin to read what will be drawn next, and to decode its media. What is wrong with it is said when drawn.
+        """Begin to read the next tasks and to decode their media, unless the planner waits for outcomes.
 
-        Nothing is read where the planner waits for outcomes: which tasks come next is not decided yet.
+        Errors in them are raised when they are drawn.
         """
         if self._observes:
             return
@@ -209,18 +187,27 @@ class TaskLoader:
         self._ahead = _DrawAhead(count, before, reading)
 
     async def observe(self, groups: Sequence[Group], trained: Collection[str]) -> None:
-        """Tell the planner what became of a step's groups, if it asks; ``trained`` are the ids of those in the update."""
+        """Give the planner the outcomes of a step's groups, if it wants them; ``trained`` are the ids in the update."""
         if self._observes:
-            outcomes = [outcome_of(group, group.id in trained) for group in groups]
+            outcomes = [
+                GroupOutcome(
+                    task_id=group.task.id,
+                    rewards=tuple(e.reward for e in group.episodes),
+                    correct=tuple(e.correct for e in group.episodes),
+                    responses=tuple(e.response for e in group.episodes),
+                    trained=group.id in trained,
+                )
+                for group in groups
+            ]
             await asyncio.wrap_future(self._reader.submit(self._asked, "observe", self.planner.observe, outcomes))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to draw on exactly: the planner's name and state, and how many rows were drawn."""
+        """What is needed to continue drawing exactly: the planner's name and state, and how many rows were drawn."""
         state = self._planner_state() if self._ahead is None else self._ahead.before
         return {"planner": self.section.planner.name, "drawn": self.drawn, "state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw on from a checkpoint's state."""
+        """Continue drawing from a checkpoint's state."""
         name = self.section.planner.name
         if state["planner"] != name:
             raise CheckpointError(
@@ -243,7 +230,7 @@ class TaskLoader:
     async def fitting(
         self, tasks: Sequence[Task], section: RolloutSection | None = None
     ) -> tuple[list[Task], list[SkippedRow]]:
-        """Tasks whose media are sound and whose prompt leaves room for a response; media are preprocessed together.
+        """Tasks that can be played, and those that cannot; media are preprocessed together.
 
         ``section`` has the limits of held-out tasks.
         """
@@ -272,7 +259,7 @@ class TaskLoader:
             if failure and self.section.on_long_prompt == "refuse":
                 raise with_way_out(PromptTooLong(failure))
             if failure:
-                self._notes.tell([SkippedRow(0, 0, failure, long_prompt=True)])
+                self._notes.note([SkippedRow(0, 0, failure, long_prompt=True)])
             else:
                 fit.append(group)
         return fit, len(groups) - len(fit)
@@ -282,12 +269,12 @@ class TaskLoader:
         self._reader.shutdown(cancel_futures=True)
 
     def _planner_turns(self) -> list[int]:
-        """How many rows of each source were drawn, where the planner says so."""
+        """How many rows of each source were drawn, if the planner counts them."""
         turns = getattr(self.planner, "turns", None)
         return list(turns()) if callable(turns) else []
 
     def _note_passed_rows(self) -> None:
-        """Say, once for each source, that its rows are drawn a second time."""
+        """Note, once for each source, that its rows are drawn a second time."""
         before, self._turns = self._turns, self._planner_turns()
         sources = getattr(getattr(self.planner, "stream", None), "sources", ())
         for i, (source, was, now) in enumerate(zip(sources, before, self._turns, strict=False)):
@@ -305,7 +292,7 @@ class TaskLoader:
         return self._reader.submit(self._plan, count, None if ahead is None else ahead.before)
 
     def _plan(self, count: int, before: dict[str, Any] | None = None) -> PlannedTasks:
-        """What the planner draws, from the state ``before`` if given; it must be as many tasks as were asked for."""
+        """The planner's draw, from the state ``before`` if given; checked to be ``count`` tasks."""
         if before is not None:  # as if nothing had been drawn ahead
             self._asked("load_state_dict", self.planner.load_state_dict, before)
         drawn = self._asked("draw", self.planner.draw, count)
@@ -319,7 +306,7 @@ class TaskLoader:
         return drawn
 
     def _asked(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
-        """What a call of the planner returns; whatever it raises is said in one paragraph."""
+        """Call the planner; whatever it raises becomes one paragraph."""
         try:
             return call(*arguments)
         except SensoriumError:
@@ -328,7 +315,6 @@ class TaskLoader:
             raise TaskError(f"planner '{self.section.planner.name}': {what}() failed: {words(error)}") from error
 
     def _planner_state(self) -> dict[str, Any]:
-        """The planner's state, which must be plain data."""
         state = self._asked("state_dict", self.planner.state_dict)
         if problem := not_plain(state, "state_dict()"):
             raise TaskError(
@@ -338,22 +324,9 @@ class TaskLoader:
         return state
 
     def _request(self, reading: "Future[PlannedTasks]") -> None:
-        """Start to decode the media of what was read, unless reading was cut off or went wrong."""
         if reading.cancelled() or reading.exception() is not None:
             return
         self.rollout.chat.request(media_of(message for task in reading.result().tasks for message in task.messages))
-
-
-def outcome_of(group: Group, trained: bool) -> GroupOutcome:
-    """What became of a group, as planners are told."""
-    episodes = group.episodes
-    return GroupOutcome(
-        task_id=group.task.id,
-        rewards=tuple(e.reward for e in episodes),
-        correct=tuple(e.correct for e in episodes),
-        responses=tuple(e.response for e in episodes),
-        trained=trained,
-    )
 
 
 def drawn_by_position(position: int) -> dict[str, Any]:
@@ -362,7 +335,7 @@ def drawn_by_position(position: int) -> dict[str, Any]:
 
 
 def prompt_too_long(group: Group) -> str:
-    """What was said of the first episode whose prompt left no room for a response; empty if all had some."""
+    """The failure of the first episode whose prompt left no room for a response; empty if there is none."""
     return next((e.failure for e in group.episodes if e.info.get("prompt_too_long")), "")
 
 
