@@ -107,7 +107,7 @@ def _steps(work: Workload, model: Path, folder: Path, **changes: Any) -> dict[st
         started = time.perf_counter()
         loop.run_until_complete(trainer.advance())
         seconds.append(time.perf_counter() - started)
-    loop.run_until_complete(trainer.schedule.abandon(lambda collected: None))
+    loop.run_until_complete(trainer.schedule.abandon())
     trainer.close()
     loop.close()
     rows = read_metrics(directory.metrics)[2:]

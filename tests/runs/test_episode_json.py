@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from sensorium.runs.episodes import (
     episode_from_json,
     episode_to_json,
-    group_from_json,
-    group_to_json,
     read_episodes,
     read_groups,
     task_from_json,
@@ -119,8 +117,6 @@ def through_text(data: dict) -> dict:
 def test_an_episode_comes_back_as_it_was(episode: Episode, task: Task) -> None:
     assert episode_from_json(through_text(episode_to_json(episode))) == episode
     assert task_from_json(through_text(task_to_json(task))) == task
-    group = Group("group", task, (episode,))
-    assert group_from_json(through_text(group_to_json(group))) == group
 
 
 def windowed() -> Episode:

@@ -1,7 +1,7 @@
-"""A live environment in a thread of its own: each call under guard and deadline, and what it returned, checked.
+"""A live environment in a thread of its own: each call has a deadline, and its result is checked.
 
-Numbers are converted, everything else is an EnvironmentFailure that names it. So a wrong type costs the episode, where it
-would else end the run in the renderer, the learner or the log.
+Numbers are converted; any other wrong type is an EnvironmentFailure that names it. So it fails the episode, and not the
+run later in the renderer, the learner or the log.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isawaitable
 from itertools import islice
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
 from sensorium.envs.protocol import Environment, Observation, StepResult
@@ -35,34 +35,33 @@ if TYPE_CHECKING:  # they import torch; the environment service does without
 ROLES: tuple[str, ...] = get_args(Role)
 KINDS: tuple[str, ...] = get_args(MediaKind)
 
+# Characters that an environment may show at once. No context holds more, and tokenizing tens of megabytes exhausts memory.
 MOST_TEXT = 4_000_000
-"""Characters that an environment may show at once. No context holds more, and to cut tens of megabytes into tokens takes
-the memory of the whole machine."""
+TOGETHER = 64  # media prepared at a time; after each lot those who waited for it continue
+
+MakeEnvironment = Callable[[Task], Environment]
+"""Builds a task's environment. Where it has a true ``instant``, or ``instant(task)``, building is plain computation too."""
+
+# Where in an episode the clock decided, beside the steps (0, 1, …); a demonstration's places are -10, -11, …
+RESET, CREATE, CLOSE, DEMONSTRATE = -1, -2, -3, -10
+Checked = TypeVar("Checked")
 
 
 def checked_reset(returned: Any, environment: str) -> tuple[tuple[Message, ...], Observation]:
     """The head and the first observation."""
-    found: tuple[tuple[Message, ...], Observation] = _checked(_reset, returned, environment, "reset")
-    return found
+    return _checked(_reset, returned, environment, "reset")
 
 
 def checked_step(returned: Any, environment: str) -> StepResult:
     """The outcome of a turn, every field of the type it is declared with."""
-    found: StepResult = _checked(_step, returned, environment, "step")
-    return found
+    return _checked(_step, returned, environment, "step")
 
 
-def checked_demonstration(returned: Any, environment: str) -> str:
-    """A worked response."""
-    said: str = _checked(text_of, returned, environment, "demonstrate")
-    return said
-
-
-def _checked(check: Callable[[Any], Any], returned: Any, environment: str, what: str) -> Any:
+def _checked(check: Callable[[Any], Checked], returned: Any, environment: str, what: str) -> Checked:
     value, error = attempt(check, returned)
-    if error is not None:  # of ours, or of what was returned: an object may raise when it is read
-        told = printable(str(error)) if type(error) is ValueError else words(error)
-        raise EnvironmentFailure(f"environment '{environment}' failed in {what}: {told}") from error
+    if error is not None:  # of the check, or of the returned object, which may raise when it is read
+        reason = printable(str(error)) if type(error) is ValueError else words(error)
+        raise EnvironmentFailure(f"environment '{environment}' failed in {what}: {reason}") from error
     return value
 
 
@@ -83,7 +82,7 @@ def _step(returned: Any) -> StepResult:
             raise ValueError(f"it must return a StepResult, not {shown(returned)}")
         observation = _observation(returned.observation)
         field = "the reward: "
-        reward = None if returned.reward is None else _pay(returned.reward)
+        reward = None if returned.reward is None else _reward(returned.reward)
         field = "done: "
         done = truth_of(returned.done)
         field = "truncated: "
@@ -101,13 +100,13 @@ def _step(returned: Any) -> StepResult:
     )
 
 
-def _pay(reward: Any) -> float | dict[str, float]:
-    """A number, or named numbers; no pay at all is None and not an empty mapping."""
+def _reward(reward: Any) -> float | dict[str, float]:
+    """A number, or named numbers; no reward at all is None and not an empty mapping."""
     if not isinstance(reward, Mapping):
         return number_of(reward)
     parts = {text_of(name): number_of(value) for name, value in reward.items()}
     if not parts or "" in parts:
-        raise ValueError(f"{shown(reward)} names no part; pay a number, or a number by name as in {{'goal': 1.0}}")
+        raise ValueError(f"{shown(reward)} names no part; return a number, or numbers by name as in {{'goal': 1.0}}")
     return parts
 
 
@@ -133,16 +132,6 @@ def _messages(messages: Any, what: str) -> tuple[Message, ...]:
     return messages if isinstance(messages, tuple) else tuple(messages)
 
 
-def _as_medium(block: Any) -> str:
-    """How a picture becomes a block, where it looks like one."""
-    if type(block).__module__.split(".")[0] not in ("PIL", "numpy", "torch") and not isinstance(block, bytes):
-        return ""
-    return (
-        ". A picture becomes one by the store that the environment was made with: store.put_picture(bytes, where from), of "
-        "the bytes of a PNG or JPEG file"
-    )
-
-
 def _check_message(message: Any, what: str) -> None:
     if not isinstance(message, Message):
         raise ValueError(f"{what} must hold messages, not {shown(message)}")
@@ -155,7 +144,14 @@ def _check_message(message: Any, what: str) -> None:
         if isinstance(block, Text):
             text_of(block.text)
         elif not isinstance(block, Media):
-            raise ValueError(f"a block is Text or Media, not {shown(block)}{_as_medium(block)}")
+            looks_like_picture = type(block).__module__.split(".")[0] in ("PIL", "numpy", "torch") or isinstance(
+                block, bytes
+            )
+            way_out = (
+                ". A picture becomes one by the store that the environment was made with: store.put_picture(bytes, where "
+                "from), given the bytes of a PNG or JPEG file"
+            )
+            raise ValueError(f"a block is Text or Media, not {shown(block)}{way_out if looks_like_picture else ''}")
         elif not isinstance(block.kind, str) or block.kind not in KINDS:
             raise ValueError(f"a medium is one of {', '.join(KINDS)}, not {shown(block.kind)}")
         else:
@@ -163,16 +159,12 @@ def _check_message(message: Any, what: str) -> None:
             text_of(block.origin)
 
 
-# Invariants: whoever waits leaves the loop free for others; media asked for in the same moment are prepared together,
-# and one that many wait for is prepared once; one that cannot be prepared fails those who asked for it and nobody else.
-
-
-TOGETHER = 64
-"""Media prepared at a time; after each lot those who waited for it go on, so that no wait is longer than it must be."""
-
-
 class Preparation:
-    """Prepares media in a thread. One instance serves all episodes of a rollout."""
+    """Prepares media in a thread. One instance serves all episodes of a rollout.
+
+    Media asked for in the same moment are prepared together, and each only once; one that cannot be prepared fails only
+    those who asked for it.
+    """
 
     def __init__(self, chat: "ChatProcessor") -> None:
         self._chat = chat
@@ -194,7 +186,6 @@ class Preparation:
                 raise error
 
     async def _work(self) -> None:
-        """Prepare what is waited for, lot by lot, until nobody waits."""
         try:
             await asyncio.sleep(0)  # whoever is woken in the same moment may ask too
             while self._waiting:
@@ -209,22 +200,9 @@ class Preparation:
             self._waiting.clear()
 
 
-# Invariants: whatever the environment does, the episode hears an EnvironmentFailure (or a MediaError) and nothing else.
-# What the clock decided is handed to ``Deadlines``, so that a resumed run repeats it. An ``instant`` environment is
-# plain computation and runs in place. One that hangs is closed from another thread all the same: that may be what ends
-# it.
-
-
-MakeEnvironment = Callable[[Task], Environment]
-"""Builds a task's environment. Where it has a true ``instant``, or ``instant(task)``, building is plain computation too."""
-
-RESET, CREATE, CLOSE, DEMONSTRATE = -1, -2, -3, -10
-"""Where in an episode the clock decided, beside the steps (0, 1, …); a demonstration's are -10, -11, …"""
-
-
 @dataclass
 class Deadlines:
-    """What the clock decided of environments, by (episode id, place). What is known is repeated, not waited for again.
+    """Deadlines of environments that fired, by (episode id, place). Known ones are repeated, not waited for again.
 
     A place is the turn of a step, or one of the numbers above.
     """
@@ -234,10 +212,11 @@ class Deadlines:
 
 
 class LiveEnvironment:
-    """The environment of one episode.
+    """The environment of one episode. Whatever it does wrong is an EnvironmentFailure (or a MediaError).
 
-    ``wary`` is for options that somebody else chose: what makes a start (reset) or searches for a way (demonstrate) may
-    then take long, so it runs in a thread, under the deadline, for an instant environment too.
+    An ``instant`` environment is plain computation and runs in place. One that hangs is closed from another thread, which
+    may be what ends it. ``wary`` is for options that somebody else chose: reset and demonstrate may then take long, so they
+    run in a thread, under the deadline, for an instant environment too.
     """
 
     def __init__(
@@ -272,11 +251,11 @@ class LiveEnvironment:
     async def demonstrate(self, turn: int) -> str:
         """A good response from the current state."""
         assert self._environment is not None
-        said = await self._call("demonstrate", DEMONSTRATE - turn, self._environment.demonstrate)
-        return checked_demonstration(said, self._name)
+        shown = await self._call("demonstrate", DEMONSTRATE - turn, self._environment.demonstrate)
+        return _checked(text_of, shown, self._name, "demonstrate")
 
     async def close(self) -> str:
-        """Close it and give its thread back; returns what went wrong, or nothing."""
+        """Close it and release its thread; returns what went wrong, or nothing."""
         environment = self._environment
         if environment is None:
             self._release()
@@ -292,13 +271,13 @@ class LiveEnvironment:
         return ""
 
     def abandon(self) -> None:
-        """Nobody plays it any longer: close it when it is done with what it does, and do not wait for that."""
+        """Close it, without waiting, as soon as its current call is done."""
         self._given_up = True
         environment, self._environment = self._environment, None
         if environment is not None and _instant(environment):
             attempt(environment.close)
         elif environment is not None:
-            with suppress(WorkerFailure):  # then nothing more can be done for it
+            with suppress(WorkerFailure):  # then nothing more can be done
                 self._worker = self._worker or self._pool.lease()
                 self._worker.submit(environment.close, self._deadline_s)
         self._release()
@@ -322,7 +301,7 @@ class LiveEnvironment:
         return attempt(instant, self._task)[0] is True if callable(instant) else instant is True
 
     def _built(self) -> Any:
-        """Runs in the environment's thread. One that is ready when nobody waits any longer is closed there."""
+        """Runs in the environment's thread, and closes there an environment that nobody waits for any longer."""
         made: Any = self._make(self._task)
         if self._given_up and not isawaitable(made):
             attempt(made.close)
@@ -347,22 +326,21 @@ class LiveEnvironment:
         return self._outcome(what, call.value, call.error)
 
     def _outcome(self, what: str, value: Any, error: BaseException | None) -> Any:
-        """What a call returned; what it raised as the episode's failure."""
         if error is None and isawaitable(value):
             attempt(getattr(value, "close", lambda: None))
             raise EnvironmentFailure(f"environment '{self._name}': its {what} is async, so it cannot be instant")
         if error is None:
             return value
-        said, failed = attempt(str, error)
-        told = printable(said) if failed is None and isinstance(error, SensoriumError) else words(error)
+        text, failed = attempt(str, error)
+        reason = printable(text) if failed is None and isinstance(error, SensoriumError) else words(error)
         if isinstance(error, MediaError | SpanMismatch | EnvironmentLost):
             raise error
         if isinstance(error, EnvironmentFailure):
-            raise EnvironmentFailure(told) from error
-        raise EnvironmentFailure(f"environment '{self._name}' failed in {what}: {told}") from error
+            raise EnvironmentFailure(reason) from error
+        raise EnvironmentFailure(f"environment '{self._name}' failed in {what}: {reason}") from error
 
     def _refuse_known(self, place: int) -> None:
-        """Repeat what the clock decided before the run was resumed."""
+        """Repeat a deadline that fired before the run was resumed."""
         reason = self._deadlines.known.get((self._episode, place))
         if reason is not None:
             self._deadlines.fired[(self._episode, place)] = reason
@@ -412,10 +390,9 @@ def refuse_strange_media(task: Task, messages: Sequence[Message], chat: "ChatPro
 def refuse_strange_environments(
     tasks: Sequence[Task], make: MakeEnvironment, chat: "ChatProcessor", engine: "Engine", seconds: float
 ) -> None:
-    """Begin one environment of each kind among the tasks, and refuse those that show what the model or the engine lacks.
+    """Start one environment of each kind among the tasks, and refuse media that the model or the engine lacks.
 
-    One that fails here, or does not begin in time, is left to fail in play, where that is counted; options that do not fit
-    are refused now.
+    One that fails here, or does not start in time, fails in play, where that is counted; wrong options are refused now.
     """
     kinds = {repr((spec.name, spec.options)): task for task in tasks if (spec := task.environment) is not None}
     pool = WorkerPool("environment")

@@ -1,15 +1,16 @@
-"""How a conversation becomes threads: one append-only thread, or a new one per turn once a window is full.
+"""Play tasks with an engine: episodes as threads of segments, groups as a stream, early stop.
 
-Invariant: a thread is exactly what the model saw. Responses recur in later threads as the very tokens that were sampled;
-observations are environment text and may be rendered anew where they follow the head.
+Invariants: a thread is exactly what the model saw; responses recur in later threads as the very tokens that were sampled.
+A bad episode is data, not a crash: an error of an environment, a medium or the engine ends that episode with a status and
+a reason. Every wait on an environment has a deadline. In lockstep, batches and what an early stop cancels depend on the
+recipe alone; deadlines that fired are kept in ``Deadlines`` so that a resumed run repeats them.
 """
 
 import asyncio
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 from sensorium.cluster.event_loop import first_error
@@ -36,12 +37,15 @@ from sensorium.vocabulary.errors import (
 from sensorium.vocabulary.plain import printable
 from sensorium.vocabulary.task import Task
 
-Key = tuple[str, tuple[Message, ...], bool, tuple[str, ...]]
-"""What a rendering depends on: its kind, the messages, whether a stop token stands before it, the media's origins."""
+CANCELLED = "cancelled: enough groups were complete"
+Emit = Callable[[int, Group], None]  # hands a group to the stream, with its place among the tasks
 
 
 class ThreadBuilder:
-    """Grows the threads of one episode. ``window`` turns of history, the current one included; 0 keeps them all."""
+    """Grows the threads of an episode: one append-only thread, or a new one per turn once a window is full.
+
+    ``window`` is the number of turns of history, the current one included; 0 keeps them all.
+    """
 
     def __init__(self, renderer: "Renderer", head: Sequence[Message], window: int) -> None:
         self.renderer = renderer
@@ -75,7 +79,7 @@ class ThreadBuilder:
         return len(self._segments) - 1
 
     def threads(self) -> tuple[Thread, ...]:
-        """The threads that hold a response, each up to its last one: what nothing was written after is no context."""
+        """The threads that hold a response, each up to its last one."""
         threads = []
         for segments, home in zip(self._segments, self._home, strict=True):
             if any(home):
@@ -104,63 +108,45 @@ class ThreadBuilder:
 class Renderer:
     """A chat processor's rendering with a bounded memory, so that the members of a group render their prompt once.
 
-    Equal media of another origin are rendered anew: what an episode's record and its errors name must be its own, and not
-    that of whoever showed the same picture first.
+    Equal media of another origin are rendered again: an episode's record and its errors must name its own origin, not that
+    of another task that showed the same picture.
     """
 
     def __init__(self, chat: ChatProcessor, capacity: int = 4096) -> None:
         self.chat = chat
-        self._known: LRU[Key, Segment] = LRU(capacity)
+        self._known: LRU[tuple[Any, ...], Segment] = LRU(capacity)
 
     def start(self, messages: tuple[Message, ...]) -> Segment:
         """The first turn of a thread."""
-        return self._once("start", messages)
+        return self._once("start", messages, lambda: self.chat.render(messages, generate=True))
 
     def head(self, messages: tuple[Message, ...]) -> Segment:
         """The head of a windowed thread."""
-        return self._once("head", messages)
+        return self._once("head", messages, lambda: self.chat.render(messages, generate=False))
 
     def after_head(self, messages: tuple[Message, ...]) -> Segment:
         """An observation right after the head."""
-        return self._once("after_head", messages)
+        return self._once("after_head", messages, lambda: self.chat.render_after_head(messages))
 
     def extend(self, messages: tuple[Message, ...], after: Segment) -> Segment:
-        """An observation after a response."""
+        """An observation after a response, which may or may not end with a stop token."""
         stopped = bool(after.tokens) and after.tokens[-1] in self.chat.stop_ids
-        key = ("extend", messages, stopped, _origins(messages))
+        return self._once(f"extend {stopped}", messages, lambda: self.chat.extend(messages, after=after))
+
+    def _once(self, kind: str, messages: tuple[Message, ...], render: Callable[[], Segment]) -> Segment:
+        key = (kind, messages, tuple(media.origin for message in messages for media in message.media))
         segment = self._known.get(key)
         if segment is None:
-            segment = self.chat.extend(messages, after=after)
+            segment = render()
             self._known.put(key, segment)
         return segment
-
-    def _once(self, kind: str, messages: tuple[Message, ...]) -> Segment:
-        key = (kind, messages, False, _origins(messages))
-        segment = self._known.get(key)
-        if segment is None:
-            if kind == "after_head":
-                segment = self.chat.render_after_head(messages)
-            else:
-                segment = self.chat.render(messages, generate=kind == "start")
-            self._known.put(key, segment)
-        return segment
-
-
-def _origins(messages: tuple[Message, ...]) -> tuple[str, ...]:
-    return tuple(media.origin for message in messages for media in message.media)
-
-
-# Invariant: a lockstep engine asks between two ticks, when every live episode waits for it. Which groups are complete
-# then, and how far the others have come, is a function of the recipe, whatever the clock says.
-
-
-CANCELLED = "cancelled: enough groups were complete"
 
 
 class EarlyStop:
     """Cancels what is still played once ``enough`` groups are complete and have an episode that neither failed nor aborted.
 
-    ``complete`` tells by group id at which moment it was; groups of one moment are equals, whichever the clock saw first.
+    ``complete`` has the moment by group id; groups of one moment are equals, whichever ended first by the clock. A lockstep
+    engine asks between two ticks, when every live episode waits for it, so that the outcome is a function of the recipe.
     """
 
     def __init__(self, enough: int) -> None:
@@ -196,17 +182,12 @@ class EarlyStop:
         return True
 
 
-# Example, of three tasks whose groups are complete in the order 2, 0, 1: the stream gives ``(2, group)``, ``(0,
-# group)``, ``(1, group)``. Whoever needs the tasks' order sorts by the place: completion may follow the clock, a record
-# must not.
-
-
-Emit = Callable[[int, Group], None]
-"""Hands a group to the stream, with its place among the tasks."""
-
-
 class GroupStream:
-    """``async with stream: async for place, group in stream``. Leaving it early ends what is still played."""
+    """``async with stream: async for place, group in stream``. Leaving it early ends what is still played.
+
+    Of three tasks whose groups are complete in the order 2, 0, 1 it gives ``(2, group)``, ``(0, group)``, ``(1, group)``:
+    completion may follow the clock, so records sort by the place.
+    """
 
     def __init__(self, play: Callable[[Emit], Coroutine[Any, Any, None]]) -> None:
         self._play = play
@@ -218,14 +199,12 @@ class GroupStream:
         self._player.add_done_callback(lambda _: self._queue.put_nowait(None))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         assert self._player is not None
         self._player.cancel()
         await asyncio.wait({self._player})
         if not self._player.cancelled():
-            self._player.exception()  # heard when the stream ended, or of no interest to who left early
+            self._player.exception()  # raised when the stream ended, or of no interest after leaving early
 
     async def in_order(self) -> list[Group]:
         """All groups once the stream has ended, in the tasks' order."""
@@ -248,17 +227,11 @@ class GroupStream:
         self._queue.put_nowait((place, group))
 
 
-# Invariants: a bad episode is data, not a crash: what an environment, a medium or the engine does wrong ends that
-# episode with a status and a reason. Every wait on an environment has a deadline and names whom it waited for. In
-# lockstep what is batched together depends on the recipe alone, and so does what an early stop cancels; deadlines that
-# fired are handed to ``Deadlines`` so that a resumed run repeats them.
-
-
 @dataclass(frozen=True)
 class Attempt:
-    """What decides one step's random numbers and names: the run's seed, the step, and a prefix for ids.
+    """Seed, step and prefix, which determine the random numbers and the ids of a step's episodes.
 
-    ``occasion`` is in the ids alone: two evaluations draw the same random numbers, and their episodes are not the same.
+    ``occasion`` is in the ids alone: two evaluations use the same random numbers, but have different ids.
     ``demonstrate`` plays the tasks' or the environments' own demonstrations instead of asking the engine.
     """
 
@@ -305,15 +278,22 @@ class Rollout:
         stop: EarlyStop | None = None,
         section: RolloutSection | None = None,
     ) -> GroupStream:
-        """Play each task ``size`` times; a group comes when it is complete. ``progress`` hears how many episodes are done.
+        """Play each task ``size`` times; a group comes when it is complete. ``progress`` gets the number of episodes done.
 
-        ``before`` are the tasks this attempt has played already: ids and random numbers count on from them. ``stop`` may
-        cancel episodes; their groups come last, with what there is of them. ``section`` replaces the rollout's own:
-        held-out tasks may have other limits.
+        ``before`` are the tasks this attempt has played already: ids and random numbers continue after them. ``stop`` may
+        cancel episodes; their groups come last, as far as they were played. ``section`` replaces the rollout's own, for
+        held-out tasks with other limits.
         """
         self.refuse_strange(tasks)
-        plays = list(self._plays(tasks, size, attempt, sampling, deadlines or Deadlines(), before, section or self.section))
-        groups = [plays[start : start + size] for start in range(0, len(plays), size)]
+        deadlines, section = deadlines or Deadlines(), section or self.section
+        times = Counter(task.id for task in before)  # a task that comes again gets other random numbers
+        groups: list[list[_Play]] = []
+        for order, task in enumerate(tasks, start=len(before)):
+            first = times[task.id] * size
+            times[task.id] += 1
+            groups.append(
+                [_Play(self, task, (order, i), first + i, attempt, sampling, deadlines, section) for i in range(size)]
+            )
 
         async def play(emit: Emit) -> None:
             await self._play(groups, emit, progress or (lambda done: None), stop)
@@ -323,7 +303,6 @@ class Rollout:
     async def _play(
         self, groups: Sequence[Sequence["_Play"]], emit: Emit, progress: Callable[[int], None], stop: EarlyStop | None
     ) -> None:
-        """Play the episodes of every group, and emit each group when all of its episodes have ended."""
         episodes: dict[str, Episode] = {}
         gate = asyncio.Semaphore(self.section.concurrency or max(1, sum(map(len, groups))))
         done = 0
@@ -359,32 +338,14 @@ class Rollout:
             if any(play.id not in episodes for play in members):
                 emit(place, _group(members, episodes))
 
-    def _plays(
-        self,
-        tasks: Sequence[Task],
-        size: int,
-        attempt: Attempt,
-        sampling: Sampling,
-        deadlines: Deadlines,
-        before: Sequence[Task],
-        section: RolloutSection,
-    ) -> Iterator["_Play"]:
-        """The episodes to be played. A task that comes again counts its episodes on, so that they draw other numbers."""
-        times = Counter(task.id for task in before)
-        for order, task in enumerate(tasks, start=len(before)):
-            first = times[task.id] * size
-            times[task.id] += 1
-            for index in range(size):
-                yield _Play(self, task, (order, index), first + index, attempt, sampling, deadlines, section)
-
     async def available(self) -> None:
-        """Wait until environments can be played: those that are placed elsewhere may all be starting again."""
+        """Wait until environments can be played: those of workers may all be starting again."""
         available = getattr(self.make_environment, "available", None)
         if available is not None:
             await available()
 
     def close(self) -> None:
-        """Give the threads back; one that hangs in an environment is not waited for."""
+        """Release the threads, without waiting for one that hangs in an environment."""
         self.pool.close()
 
     def refuse_strange(self, tasks: Sequence[Task]) -> None:
@@ -393,10 +354,7 @@ class Rollout:
             refuse_strange_media(task, task.messages, self.chat, self.engine)
 
     def prepare(self, tasks: Sequence[Task]) -> dict[Media, MediaError]:
-        """Preprocess the questions' media together, from any thread; returns the errors of those that cannot be.
-
-        Media of a kind that the model or the engine lacks are refused.
-        """
+        """Preprocess the questions' media together, from any thread; returns the errors of those that cannot be read."""
         self.refuse_strange(tasks)
         return self.chat.prepare(media_of(message for task in tasks for message in task.messages))
 
@@ -419,7 +377,6 @@ def too_long(task: Task, length: int, section: RolloutSection) -> PromptTooLong:
 
 
 def _group(members: Sequence["_Play"], episodes: Mapping[str, Episode]) -> Group:
-    """The group of some plays; an episode that did not end was cancelled."""
     found = tuple(episodes.get(play.id) or play.so_far(Status.ABORTED, CANCELLED) for play in members)
     return Group(id=members[0].group_id, task=members[0].task, episodes=found)
 
@@ -482,10 +439,10 @@ class _Play:
         )
 
     async def run_to_the_end(self) -> tuple[Status, str]:
-        """Play; if the worker that holds the environment dies, from the beginning with the same random numbers.
+        """Play; if the environment's worker dies, again from the beginning with the same random numbers.
 
-        An episode that kills its workers would use them all up, again at each resume; so it fails with the second, and
-        later ones of the same task with the first.
+        An episode that kills its workers would use them all up, again at each resume; so it fails with the second loss, and
+        later episodes of the same task with the first.
         """
         lost = int(self.task.id in self.rollout.deadly)
         while True:
@@ -511,7 +468,6 @@ class _Play:
                 self.environment = self.live_environment()
 
     def live_environment(self) -> LiveEnvironment:
-        """The episode's environment, which has not begun."""
         rollout = self.rollout
         deadline_s = self.section.environment_deadline_s
         return LiveEnvironment(rollout.pool, rollout.make_environment, self.task, deadline_s, self.deadlines, self.id)
@@ -537,8 +493,8 @@ class _Play:
             result = await self.environment.step(response.segment.text, len(self.turns))
             self.record(observation.messages, response, thread, place, result)
             if result.done or result.truncated or result.observation is None:
-                # A question is its response: cut off with it. An environment that has ended is over, however its last
-                # response ended: nothing would have followed, so no critic may add what might have.
+                # A question is truncated with its response. An environment that has ended is finished even if its last
+                # response was cut: nothing would have followed, so no critic may estimate a future.
                 unfinished = result.truncated or (cut and self.task.environment is None)
                 return (Status.TRUNCATED if unfinished else Status.FINISHED), ""
             if out_of_budget or len(self.turns) >= section.max_turns:
@@ -556,13 +512,13 @@ class _Play:
         return min(self.sampling.max_new_tokens, room, left)
 
     def without_room(self, context: tuple[Segment, ...]) -> str:
-        """Why a further turn cannot be answered, where what the environment shows is too much for the context."""
+        """Why a further turn cannot be answered, if the environment's observations exceed the context."""
         length, limit = self.rollout.length(context), self.section.max_context_tokens
         if length < limit:
             return ""
         self.info["out_of_context"] = True
         return (
-            f"task {self.task.id}, turn {len(self.turns)}: with what the environment shows the context takes "
+            f"task {self.task.id}, turn {len(self.turns)}: with the environment's observation the context takes "
             f"{length} tokens and {self.section.context_key} is {limit}. Raise it, or set rollout.window; media are "
             "never cut."
         )
@@ -572,7 +528,9 @@ class _Play:
         assert self.builder is not None
         turn = len(self.turns)
         if self.attempt.demonstrate:
-            text, version = await self.demonstration(turn), self.rollout.engine.version
+            shown = self.task.demonstration
+            text = shown[turn] if turn < len(shown) else await self.environment.demonstrate(turn)
+            version = self.rollout.engine.version
             return Response(self.rollout.chat.respond(text, f"{self.id}/{turn}", version), "stop")
         thread = f"{self.id}#{self.builder.current}"
         if thread not in self.opened:
@@ -586,16 +544,9 @@ class _Play:
         request = Request(thread, context, sampling, (*self.order, turn), key, f"{self.id}/{turn}")
         return await self.rollout.engine.generate(request, self.live)
 
-    async def demonstration(self, turn: int) -> str:
-        """A worked response to this turn."""
-        if turn < len(self.task.demonstration):
-            return self.task.demonstration[turn]
-        return await self.environment.demonstrate(turn)
-
     def record(
         self, observation: tuple[Message, ...], response: Response, thread: int, place: int, result: StepResult
     ) -> None:
-        """Keep the turn and what the environment said of it."""
         parts = dict(result.reward) if isinstance(result.reward, Mapping) else {}
         reward = sum(parts.values()) if isinstance(result.reward, Mapping) else result.reward
         cut = response.finish == "length"
@@ -605,7 +556,7 @@ class _Play:
             self.info["success"] = result.success
 
     def release(self) -> None:
-        """Give back what the engine keeps for this episode's threads."""
+        """Release what the engine holds for this episode's threads."""
         for thread in self.opened:
             self.rollout.engine.release(thread)
         self.opened.clear()

@@ -1,4 +1,11 @@
-"""Episodes, tasks and groups as JSON, and back without loss; and which of them stay on disk."""
+"""Episodes, tasks and groups as JSON, and back without loss; and which of them stay on disk.
+
+Example: of two turns, the first with the same advantage at all its tokens, a row has ``"fate": "trained"`` and
+``"advantages": [0.5, [0.25, 0.25, -1.0]]``. Rows of older versions and of evaluations have neither.
+
+An episode's segments are written once, in a table; threads and turns refer to them by place, so that shared history comes
+back shared. ``info``, ``metadata`` and ``answer`` must be JSON values (a tuple comes back as a list).
+"""
 
 import json
 import math
@@ -11,18 +18,19 @@ from typing import Any
 
 from sensorium.runs.durable import read_rows, rewrite_rows, write_rows
 from sensorium.runs.run_directory import RunDirectory, step_of
-from sensorium.vocabulary.content import USUAL, Block, Media, Message, Text
+from sensorium.vocabulary.content import USUAL, Media, Message, Text
 from sensorium.vocabulary.decoding import parameters_from, parameters_to_data
 from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn, VersionSpan
 from sensorium.vocabulary.errors import RecordError
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
-# Example: of two turns, the first with the same advantage at all its tokens, a row has ``"fate": "trained"`` and
-# ``"advantages": [0.5, [0.25, 0.25, -1.0]]``. Rows of older versions and of evaluations have neither.
-
-
+Json = dict[str, Any]
 TRAINED = "trained"
+TRANSCRIPTS = "judge_transcripts.sqlite"
+GIB = 1 << 30
+EVALUATIONS_WHOLE = 20
+GROUPS_OF_A_STEP, GROUPS_OF_AN_EVALUATION = 1, 8
 
 
 @dataclass(frozen=True)
@@ -44,20 +52,12 @@ def credits_of(
     }
 
 
-def credit_to_json(credit: EpisodeCredit) -> dict[str, Any]:
-    """The fields of a log row. Nine digits are enough to read a float32 back as it was."""
-    fields: dict[str, Any] = {"fate": credit.fate}
-    if credit.advantages:
-        fields["advantages"] = [_short(turn) for turn in credit.advantages]
-    return fields
-
-
-def _short(turn: Sequence[float]) -> float | list[float]:
-    """A turn's advantages; one number where they are all alike."""
-    if len(set(turn)) == 1:
-        return float(f"{turn[0]:.9g}")
-    written = [float(f"{value:.9g}") for value in turn]
-    return written[0] if len(set(written)) == 1 else written
+def credit_to_json(credit: EpisodeCredit) -> Json:
+    """The fields of a log row; one number for a turn whose advantages are all alike. Nine digits preserve a float32."""
+    if not credit.advantages:
+        return {"fate": credit.fate}
+    turns = [[float(f"{value:.9g}") for value in turn] for turn in credit.advantages]
+    return {"fate": credit.fate, "advantages": [turn[0] if len(set(turn)) == 1 else turn for turn in turns]}
 
 
 def credit_from_json(row: Mapping[str, Any], episode: Episode) -> EpisodeCredit | None:
@@ -71,23 +71,6 @@ def credit_from_json(row: Mapping[str, Any], episode: Episode) -> EpisodeCredit 
     return EpisodeCredit(row["fate"], advantages)
 
 
-def missing_scores(episode: Episode) -> dict[str, str]:
-    """Why scores are missing, by name; a term that misses several turns is told once for each."""
-    return {
-        score.name if score.turn is None else f"{score.name}, turn {score.turn}": score.reason
-        for score in episode.scores
-        if score.missing
-    }
-
-
-# An episode's segments are kept once, in a table; threads and turns refer to them by place, so that shared history is
-# written once and comes back shared. ``info``, ``metadata`` and ``answer`` must be JSON values (a tuple comes back a
-# list).
-
-
-Json = dict[str, Any]
-
-
 def write_episodes(
     path: Path,
     step: int,
@@ -95,23 +78,24 @@ def write_episodes(
     limit: int = 0,
     credits: Mapping[str, EpisodeCredit] | None = None,
 ) -> None:
-    """Write a step's episodes, one row each with its task and what it earned; ``limit`` of them at most (0: all).
-
-    ``credits``, by episode id, is what training made of them.
-    """
+    """Write a step's episodes, one row each with its task and credit (by episode id); ``limit`` at most (0: all)."""
     members = ((group.task, episode) for group in groups for episode in group.episodes)
     known = credits or {}
-    rows = (episode_row(step, task, episode, known.get(episode.id)) for task, episode in islice(members, limit or None))
-    write_rows(path, rows)
+    write_rows(path, (episode_row(step, task, e, known.get(e.id)) for task, e in islice(members, limit or None)))
 
 
 def episode_row(step: int, task: Task, episode: Episode, credit: EpisodeCredit | None = None) -> Json:
-    """The log row of one episode: what is short and often asked for stands in front, for people and for jq."""
+    """The log row of one episode, with short and often used fields first, for people and for jq."""
+    missing = {
+        score.name if score.turn is None else f"{score.name}, turn {score.turn}": score.reason
+        for score in episode.scores
+        if score.missing
+    }
     return {
         "step": step,
         "reward": _number(episode.reward),
         "correct": episode.correct,
-        **_sparse(missing=missing_scores(episode)),
+        **_sparse(missing=missing),
         **({} if credit is None else credit_to_json(credit)),
         "task": task_to_json(task),
         "episode": episode_to_json(episode),
@@ -141,22 +125,12 @@ def read_groups_of(rows: Iterable[Json]) -> list[Group]:
 
 
 def read_credits_of(rows: Iterable[Json]) -> dict[str, EpisodeCredit]:
-    """What training made of the episodes of some rows, by episode id; rows that do not say so are left out."""
+    """The credit of the episodes of some rows, by episode id; rows without it are left out."""
     found = {}
     for row in rows:
         if (credit := credit_from_json(row, episode_from_json(row["episode"]))) is not None:
             found[row["episode"]["id"]] = credit
     return found
-
-
-def group_to_json(group: Group) -> Json:
-    """A group with its task and episodes."""
-    return {"id": group.id, "task": task_to_json(group.task), "episodes": [episode_to_json(e) for e in group.episodes]}
-
-
-def group_from_json(data: Json) -> Group:
-    """A group as it was."""
-    return Group(data["id"], task_from_json(data["task"]), tuple(episode_from_json(e) for e in data["episodes"]))
 
 
 def task_to_json(task: Task) -> Json:
@@ -214,7 +188,7 @@ def episode_to_json(episode: Episode) -> Json:
     return names | _sparse(
         status=episode.status.value,
         failure=episode.failure,
-        scores=[score_to_json(score) for score in episode.scores],
+        scores=[_score_to_json(score) for score in episode.scores],
         info=episode.info,
         head=messages_to_json(episode.head),
         turns=turns,
@@ -252,14 +226,13 @@ def episode_from_json(data: Json) -> Episode:
         turns=turns,
         status=Status(data["status"]),
         failure=data.get("failure", ""),
-        scores=tuple(score_from_json(score) for score in data.get("scores", [])),
+        scores=tuple(_score_from_json(score) for score in data.get("scores", [])),
         info=data.get("info", {}),
         head=_messages_from_json(data.get("head", [])),
     )
 
 
-def score_to_json(score: Score) -> Json:
-    """A score; a missing one has no value."""
+def _score_to_json(score: Score) -> Json:
     return {"name": score.name} | _sparse(
         value=_number(score.value),
         weight=score.weight,
@@ -271,8 +244,7 @@ def score_to_json(score: Score) -> Json:
     )
 
 
-def score_from_json(data: Json) -> Score:
-    """A score as it was."""
+def _score_from_json(data: Json) -> Score:
     span = data.get("span")
     return Score(
         name=data["name"],
@@ -317,27 +289,23 @@ def _segment_from_json(data: Json) -> Segment:
 
 
 def messages_to_json(messages: Sequence[Message]) -> list[Json]:
-    """Messages; a medium is a reference: kind, hash, where it came from, and what is unusual in how it is decoded."""
+    """Messages; a medium is a reference: kind, hash, origin, and the decoding parameters that are not the usual ones."""
     return [
-        {"role": message.role, "content": [_block_to_json(block) for block in message.content]}
+        {
+            "role": message.role,
+            "content": [{"text": b.text} if isinstance(b, Text) else _media_to_json(b) for b in message.content],
+        }
         | _sparse(tools=message.tools)
         for message in messages
     ]
 
 
 def _messages_from_json(data: list[Json]) -> tuple[Message, ...]:
-    return tuple(
-        Message(message["role"], tuple(_block_from_json(block) for block in message["content"]), message.get("tools", ""))
-        for message in data
-    )
-
-
-def _block_to_json(block: Block) -> Json:
-    return {"text": block.text} if isinstance(block, Text) else _media_to_json(block)
-
-
-def _block_from_json(data: Json) -> Block:
-    return Text(data["text"]) if "text" in data else _media_from_json(data)
+    found = []
+    for message in data:
+        blocks = tuple(Text(block["text"]) if "text" in block else _media_from_json(block) for block in message["content"])
+        found.append(Message(message["role"], blocks, message.get("tools", "")))
+    return tuple(found)
 
 
 def _media_to_json(media: Media) -> Json:
@@ -352,12 +320,12 @@ def _media_from_json(data: Json) -> Media:
 
 
 def _sparse(**fields: Any) -> Json:
-    """The fields that say something: nothing is written for None, an empty string or an empty collection."""
+    """The fields without None, empty strings and empty collections."""
     return {name: value for name, value in fields.items() if value is not None and value not in ("", [], {}, ())}
 
 
 def _number(value: float | None) -> float | str | None:
-    """A float as JSON has it; what JSON lacks (a log-prob that is not finite) as its name, which ``float`` reads back."""
+    """A JSON number; one that is not finite as its name, which ``float`` reads back."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
@@ -366,7 +334,7 @@ def _float(value: float | str | None) -> float | None:
 
 
 def _numbers(values: Sequence[float]) -> list[float | str | None]:
-    if all(map(math.isfinite, values)):  # by far the most: a response has two for every token
+    if all(map(math.isfinite, values)):  # the usual case, for two numbers per token
         return list(values)
     return [_number(value) for value in values]
 
@@ -375,11 +343,8 @@ def _floats(values: Sequence[float | str]) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-TRANSCRIPTS = "judge_transcripts.sqlite"
-
-
 def read_transcripts(path: Path, episode: str) -> list[dict[str, Any]]:
-    """What judges were asked about an episode, by term; nothing where there is no file, and why where it cannot be read."""
+    """Questions to judges about an episode and their answers, by term; the reason in their place if the file is damaged."""
     if not path.exists():
         return []
     names = ("term", "model", "prompt", "messages", "answer")
@@ -391,26 +356,20 @@ def read_transcripts(path: Path, episode: str) -> list[dict[str, Any]]:
         finally:
             db.close()
     except sqlite3.Error as error:
-        told = f"'{path.name}' cannot be read: {error}"
-        return [{"term": "", "model": "nobody", "prompt": "transcripts", "messages": [], "answer": told}]
+        reason = f"'{path.name}' cannot be read: {error}"
+        return [{"term": "", "model": "nobody", "prompt": "transcripts", "messages": [], "answer": reason}]
     return [{**dict(zip(names, row, strict=True)), "messages": json.loads(row[3])} for row in rows]
-
-
-# Example, full_steps 200 and sampled_steps 1000, at step 5,200: steps 5,001 to 5,200 and the first logged step are
-# whole. Of 5,000 older ones at most 1,000 may stay, so of those that 8 divides (625 of them) the first group stays, and
-# the others go. Under ``episodes_gib`` the oldest files after the first go until the rest fits. What stays is a
-# function of the step and of the files' sizes, and what is gone is never needed again: a run that was killed and
-# resumed ends with the same files. Nothing that a resumed run reads is touched.
-
-
-GIB = 1 << 30
-EVALUATIONS_WHOLE = 20
-GROUPS_OF_A_STEP, GROUPS_OF_AN_EVALUATION = 1, 8
 
 
 @dataclass
 class Retention:
-    """Keeps the episode logs of a run within their bounds. ``full_steps`` 0: every step stays whole."""
+    """Keeps the episode logs of a run within their bounds. ``full_steps`` 0: every step stays whole.
+
+    Example, full_steps 200 and sampled_steps 1000, at step 5,200: steps 5,001 to 5,200 and the first logged step are whole.
+    Of 5,000 older ones at most 1,000 may stay, so of those that 8 divides (625) the first group stays, and the others go.
+    Above ``episodes_gib`` the oldest files after the first go until the rest fits. The result is a function of the step and
+    of the files' sizes: a run that was killed and resumed ends with the same files. Nothing that a resume reads is touched.
+    """
 
     directory: RunDirectory
     full_steps: int
@@ -419,10 +378,10 @@ class Retention:
     _sizes: dict[Path, int] = field(default_factory=dict)
     _thinned: set[Path] = field(default_factory=set)
     _notes: list[str] = field(default_factory=list)
-    _told: bool = False
+    _noted: bool = False
 
     def apply(self, step: int) -> list[str]:
-        """Bring the logs to what they are to be at ``step``; returns what is worth a line."""
+        """Thin and remove logs as due at ``step``; returns notes."""
         self._notes = []
         if not self._sizes:
             for folder in (self.directory.episodes, self.directory.eval):
@@ -432,7 +391,8 @@ class Retention:
                 self._sizes[path] = path.stat().st_size
         if self.full_steps:
             self._thin_steps(step)
-            self._thin_evaluations()
+            for path in self._logs(self.directory.eval)[1:-EVALUATIONS_WHOLE]:
+                self._thin(path, GROUPS_OF_AN_EVALUATION)
         self._within_budget()
         return self._notes
 
@@ -449,10 +409,6 @@ class Retention:
             else:
                 self._thin(path, GROUPS_OF_A_STEP)
 
-    def _thin_evaluations(self) -> None:
-        for path in self._logs(self.directory.eval)[1:-EVALUATIONS_WHOLE]:
-            self._thin(path, GROUPS_OF_AN_EVALUATION)
-
     def _within_budget(self) -> None:
         total, gone = sum(self._sizes.values()), 0
         if total <= self.budget:
@@ -465,8 +421,8 @@ class Retention:
                 total -= self._sizes[path]
                 self._remove(path)
                 gone += 1
-        if gone and not self._told:
-            self._told = True
+        if gone and not self._noted:
+            self._noted = True
             self._notes.append(
                 f"the episode logs have reached logging.episodes_gib: from here on the oldest are removed ({gone} now)."
             )

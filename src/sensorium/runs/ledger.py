@@ -1,8 +1,8 @@
-"""The ledger: what was planned, rolled out, scored and trained, and the judgements and deadlines a resumed run repeats.
+"""The ledger: steps planned, rolled out, scored and trained, and the judgements and deadlines a resumed run repeats.
 
 One SQLite file in the run directory. Rows past a checkpoint are dropped when a run resumes from it; judgements and
-deadlines are kept, because the open step is rolled out again and must meet the same ones. The file stays small: of old
-steps only the number of episodes by fate is kept, and judgements go when no checkpoint could ask for them again.
+deadlines stay, because the open step is rolled out again and must get the same ones. The file stays small: of old steps
+only the number of episodes by fate is kept, and judgements go when no checkpoint can need them again.
 """
 
 import json
@@ -64,7 +64,7 @@ class Ledger:
         self._write("UPDATE steps SET state = ? WHERE step = ?", [(state, step)])
 
     def record(self, step: int, groups: Iterable[Group], fates: Mapping[str, str]) -> None:
-        """What became of every episode: trained, or why it was dropped."""
+        """The fate of every episode: trained, or why it was dropped."""
         rows: list[tuple[object, ...]] = [
             (step, e.id, group.id, e.task_id, e.status.value, e.reward, fates.get(e.id, "trained"))
             for group in groups
@@ -77,7 +77,7 @@ class Ledger:
         self._write("INSERT OR REPLACE INTO draws VALUES (?, ?, ?, NULL, NULL)", [(number, task_id, step)])
 
     def settle_draw(self, number: int, step: int, fate: str) -> None:
-        """What became of a row that was drawn: trained in a step, or why not."""
+        """The fate of a row that was drawn: trained in a step, or why not."""
         self._write("UPDATE draws SET settled_at = ?, fate = ? WHERE number = ?", [(step, fate, number)])
 
     def draws(self) -> dict[int, tuple[str, int | None, str | None]]:
@@ -90,15 +90,15 @@ class Ledger:
         row = self._read("SELECT scores, step FROM judgements WHERE key = ?", (key,))
         if not row:
             return None
-        if row[0][1] < self._step:  # a run that goes back to this step meets it again, so it must not be forgotten before
+        if row[0][1] < self._step:  # a run that resumes at this step needs it again
             self._write("UPDATE judgements SET step = ? WHERE key = ?", [(self._step, key)])
         scores = [Score(**{**s, "span": tuple(s["span"]) if s["span"] else None}) for s in json.loads(row[0][0])]
         return tuple(scores)
 
     def put(self, key: str, scores: tuple[Score, ...]) -> None:
-        """Keep a judgement; paid for once."""
-        said = json.dumps([asdict(s) for s in scores])
-        self._write("INSERT OR REPLACE INTO judgements (key, scores, step) VALUES (?, ?, ?)", [(key, said, self._step)])
+        """Keep a judgement, so that it is asked for once."""
+        data = json.dumps([asdict(s) for s in scores])
+        self._write("INSERT OR REPLACE INTO judgements (key, scores, step) VALUES (?, ?, ?)", [(key, data, self._step)])
 
     def deadlines(self) -> dict[tuple[str, int], str]:
         """Environment deadlines that fired, by (episode, turn)."""
@@ -116,7 +116,7 @@ class Ledger:
         return dict(self._read("SELECT step, state FROM steps ORDER BY step"))
 
     def fates(self, step: int) -> dict[str, str]:
-        """What became of a step's episodes; of an old step nothing but ``old_fates`` is known."""
+        """The fates of a step's episodes; an old step has only ``old_fates``."""
         return dict(self._read("SELECT id, fate FROM episodes WHERE step = ?", (step,)))
 
     def old_fates(self, step: int) -> dict[str, int]:
@@ -140,7 +140,7 @@ class Ledger:
             self._db.execute("COMMIT")
 
     def forget_judgements(self, step: int) -> None:
-        """Drop judgements and deadlines of steps up to ``step``: a run never goes back before its oldest checkpoint."""
+        """Drop judgements and deadlines of steps up to ``step``: no run resumes before its oldest checkpoint."""
         for table in ("judgements", "deadlines"):
             self._write(f"DELETE FROM {table} WHERE step <= ?", [(step,)])
 
@@ -160,7 +160,7 @@ class Ledger:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """What goes wrong with the file is said in one paragraph; a statement that failed leaves nothing behind."""
+        """Explain errors of the file in one paragraph, and roll a failed statement back."""
         try:
             yield
         except sqlite3.DatabaseError as error:

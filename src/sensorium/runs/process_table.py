@@ -1,4 +1,4 @@
-"""``cluster.json``: the processes of a run, what each does, and when that was last written."""
+"""``cluster.json``: the processes of a run, the state of each, and when that was last written."""
 
 import json
 import os
@@ -19,7 +19,7 @@ NAME = "cluster.json"
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One process of a run. ``does`` is what it was last seen doing; ``version`` that of its weights, -1 if it has none.
+    """One process of a run. ``version`` is that of its weights, -1 if it has none.
 
     ``lost``: it is gone, and nothing will replace it.
     """
@@ -34,7 +34,7 @@ class ProcessRow:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: after its last step, stopped before it (as by Ctrl-C), or failed, of which ``cause`` tells why."""
+    """How a run ended: after its last step, stopped before it (as by Ctrl-C), or failed, with the cause."""
 
     how: Literal["finished", "stopped", "failed"]
     cause: str = ""
@@ -64,13 +64,13 @@ class RunProcesses:
 def write_processes(
     folder: Path, step: int, rows: tuple[ProcessRow, ...], *, steps: int = 0, end: RunEnd | None = None
 ) -> None:
-    """Write what the processes of a run do now, or how the run ended."""
-    told = RunProcesses(time.time(), socket.gethostname(), step, rows, end is not None, steps, end)
-    write_whole(folder / NAME, json.dumps(asdict(told), indent=1) + "\n")
+    """Write the state of a run's processes, or how the run ended."""
+    state = RunProcesses(time.time(), socket.gethostname(), step, rows, end is not None, steps, end)
+    write_whole(folder / NAME, json.dumps(asdict(state), indent=1) + "\n")
 
 
 def forget_processes(folder: Path) -> None:
-    """Take away what a run of several processes wrote, where it goes on as one."""
+    """Remove the file of a run of several processes that is resumed as one."""
     with suppress(OSError):
         (folder / NAME).unlink(missing_ok=True)
 
@@ -79,7 +79,7 @@ def read_processes(folder: Path) -> RunProcesses | None:
     """What was last written; None for a run of one process."""
     if not (folder / NAME).exists():
         return None
-    way_out = "It is written anew by a run that goes on; remove it."
+    way_out = "A running run writes it again; remove it."
     data: dict[str, Any] = read_json(folder / NAME, way_out)
     try:
         return TypeAdapter(RunProcesses).validate_python(data)
@@ -107,7 +107,7 @@ def alive(pid: int | None) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """The letter by which Linux tells what a process of this machine does (R, S, D, T, Z); empty if that is not known."""
+    """The Linux state letter of a process of this machine (R, S, D, T, Z); empty if unknown."""
     try:
         return Path(f"/proc/{pid:d}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

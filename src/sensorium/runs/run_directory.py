@@ -1,4 +1,12 @@
-"""The run directory: where a run keeps everything."""
+"""The run directory: the paths of its files, and the lock that keeps a second process out.
+
+Example: process 17 trains into ``runs/a``, so ``runs/a/run.lock`` is locked and holds ``{"pid": 17, …}``. Process 18 that
+wants to resume ``runs/a`` is refused with who holds it. Process 17 is killed: the system releases its lock, and 18 may
+start. The text in the file only names the holder; without the lock it means nothing.
+
+The folder itself is locked too, where the file system can do that: somebody may delete ``run.lock``, and a folder that is
+moved during its run takes its lock along. ``refuse_moved`` finds the latter before the run writes elsewhere.
+"""
 
 import errno
 import fcntl
@@ -55,28 +63,25 @@ class RunDirectory:
         return self.recipe.exists()
 
     def is_barren(self) -> bool:
-        """True if the run here never finished a step: a start that failed, which costs nothing to forget."""
+        """True if the run here never finished a step, so that nothing is lost by removing it."""
         kept = (self.checkpoints, self.kept, self.eval)
         return not self.metrics.exists() and not any(folder.is_dir() and any(folder.iterdir()) for folder in kept)
 
     def how_to_continue(self) -> str:
-        """How a run that was stopped goes on: from its last checkpoint, or from the start where none was written yet."""
+        """How to continue a run that was stopped: from its last checkpoint, or from the start."""
         if any(self.checkpoints.glob("step_*")):
             return f"to go on from the last checkpoint: sensorium train {self.path} --resume"
         again = "the same command starts over" if self.is_barren() else "the same command with --restart starts over"
         return f"no checkpoint was written yet (checkpoint.every says how often that is done): {again}"
 
     def clear(self) -> None:
-        """Take away a barren run's files; anything else in the folder stays."""
+        """Remove a barren run's files; anything else in the folder stays."""
         if self.exists():
-            self.recipe.unlink()
-            for path in [
-                p for pattern in ("ledger.sqlite*", "report.html", "health.jsonl") for p in self.path.glob(pattern)
-            ]:
-                path.unlink()
+            for path in (self.recipe, self.report, self.health, *self.path.glob("ledger.sqlite*")):
+                path.unlink(missing_ok=True)
 
     def forget(self, *, ledger: bool) -> None:
-        """Take away what a run has written: rows, episodes, evaluations, report, and the ledger if asked to."""
+        """Remove a run's rows, episodes, evaluations and report, and its ledger if asked to."""
         for path in (self.metrics, self.health, self.report, *(self.path.glob("ledger.sqlite*") if ledger else ())):
             path.unlink(missing_ok=True)
         for folder in (self.episodes, self.eval):
@@ -84,7 +89,7 @@ class RunDirectory:
                 path.unlink()
 
     def recipe_until(self, step: int) -> Path:
-        """The recipe that a run had until a step, where it went on with another."""
+        """The recipe that a run had until a step, where it continued with another."""
         return self.path / f"recipe_until_{step_name(step)}.yaml"
 
     def episodes_of(self, step: int) -> Path:
@@ -104,41 +109,37 @@ class RunDirectory:
         return self.checkpoints / step_name(step)
 
     def write_summary(self, step: int, summary: dict[str, Any]) -> Path:
-        """Keep an evaluation's summary under its name."""
+        """Write an evaluation's summary under its name."""
         path = self.summary_of(step, str(summary.get("name", "eval")))
         write_whole(path, json.dumps({"step": step, **summary}, indent=1) + "\n")
         return path
 
     def summaries(self) -> list[dict[str, Any]]:
         """Every evaluation's summary, by step, then name."""
-        found = [_summary(path) for path in sorted(self.eval.glob("step_*.json"))]
+        way_out = "Remove it (that evaluation is then missing in the report), or put back a copy."
+        found = []
+        for path in sorted(self.eval.glob("step_*.json")):
+            summary = read_json(path, way_out)
+            if not isinstance(summary.get("step"), int) or not isinstance(summary.get("name"), str):
+                raise RecordError(f"'{path}' is damaged: it is no evaluation's summary. {way_out}")
+            found.append(summary)
         return sorted(found, key=lambda summary: (summary["step"], summary["name"]))
 
     def drop_after(self, step: int) -> None:
-        """Forget rows and files of steps past ``step``: a resumed run writes them again."""
+        """Remove rows and files of steps past ``step``: a resumed run writes them again."""
         for rows in (self.metrics, self.health):
-            rewrite_rows(rows, partial(_belongs_to, rows, step))
+            rewrite_rows(rows, partial(_is_up_to, rows, step))
         for folder in (self.episodes, self.eval):
             for path in folder.glob("step_*"):
                 if STEP.match(path.name) and step_of(path) > step:
                     path.unlink()
 
 
-def _belongs_to(path: Path, last: int, row: dict[str, Any]) -> bool:
-    """True if a row is of a step up to ``last``."""
+def _is_up_to(path: Path, last: int, row: dict[str, Any]) -> bool:
     step = row.get("step", 0)
     if not isinstance(step, int):
         raise RecordError(f"'{path}' is damaged: the step of a row is no number ({str(row)[:60]}…). Mend or remove it.")
     return step <= last
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """The summary in a file; one that lacks what every summary has is damaged."""
-    way_out = "Remove it (that evaluation is then missing in the report), or put back a copy."
-    summary = read_json(path, way_out)
-    if not isinstance(summary.get("step"), int) or not isinstance(summary.get("name"), str):
-        raise RecordError(f"'{path}' is damaged: it is no evaluation's summary. {way_out}")
-    return summary
 
 
 def step_name(step: int) -> str:
@@ -153,19 +154,10 @@ def step_of(path: Path) -> int:
     return int(match.group(1))
 
 
-# Example: process 17 trains into ``runs/a``, so ``runs/a/run.lock`` is locked and says ``{"pid": 17, …}``. Process 18 wants
-# to resume ``runs/a`` and is refused with who holds it. Process 17 is killed: the system lets go of its lock, and
-# 18 may start. The text in the file only tells who; a text without the lock means nothing.
-#
-# The folder itself is locked too, where the file system can do that: somebody may delete ``run.lock``, and a folder that is
-# moved while its run goes on takes its lock along. ``refuse_moved`` tells the run of the latter before it writes elsewhere.
-
-
 NAME = "run.lock"
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_held: set[int] = set()
-_folders: dict[str, int] = {}
-"""The folders that this process holds, and the descriptor of each."""
+_held: set[int] = set()  # descriptors
+_folders: dict[str, int] = {}  # the folders that this process holds, and the descriptor of each
 
 
 @contextmanager
@@ -177,11 +169,17 @@ def lock_run(folder: Path) -> Iterator[None]:
             descriptor = _open(folder / NAME, os.O_RDWR | os.O_CREAT, opened)
             itself = _open(folder, os.O_RDONLY | os.O_DIRECTORY, opened)
         _take(descriptor, descriptor, folder)
-        with suppress(OSError):  # a network's file system may lock files only; then run.lock must do
+        with suppress(OSError):  # a network file system may lock files only; then run.lock must do
             _take(itself, descriptor, folder)
         with writing(folder / NAME):
             os.ftruncate(descriptor, 0)
-            write_all(descriptor, (json.dumps(_who()) + "\n").encode())
+            holder = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "command": shlex.join(sys.argv)[:500],
+                "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+            }
+            write_all(descriptor, (json.dumps(holder) + "\n").encode())
         name = os.path.abspath(folder)
         _folders[name] = itself
         try:
@@ -193,7 +191,7 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def said_holder(folder: Path) -> tuple[int, str] | None:
-    """Process id and host of who last said that it holds a run directory; it may have been killed since."""
+    """Process id and host of the last holder of a run directory; it may have been killed since."""
     try:
         who = json.loads((folder / NAME).read_text())
         return int(who["pid"]), str(who["host"])
@@ -202,14 +200,14 @@ def said_holder(folder: Path) -> tuple[int, str] | None:
 
 
 def refuse_moved(folder: Path) -> None:
-    """Refuse to go on writing where the folder that this process holds no longer is: the run would lie in two places."""
+    """Refuse to write where the folder that this process holds no longer is: the run would be in two places."""
     held = _folders.get(os.path.abspath(folder))
     if held is None:
         return
     try:
         if os.path.samestat(os.stat(folder), os.fstat(held)):
             return
-        now = "another folder stands in its place"
+        now = "another folder is in its place"
     except OSError as error:
         now = error.strerror or str(error)
     raise RecordError(
@@ -231,11 +229,15 @@ def _close(descriptor: int) -> None:
 
 
 def _take(descriptor: int, text: int, folder: Path) -> None:
-    """Lock a descriptor; ``text`` is that of the file that says who holds it."""
+    """Lock a descriptor; ``text`` is that of the file that names the holder."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = _describe(os.pread(text, 4096, 0))
+        try:
+            who = json.loads(os.pread(text, 4096, 0))
+            holder = f"process {who['pid']} on {who['host']} since {who['since']} ({who['command']})"
+        except (ValueError, KeyError, TypeError):
+            holder = "another process, which has not written its id yet"
         raise RecordError(
             f"run directory '{folder}' is in use by {holder}. Wait for it or stop it; a run of its own needs another "
             "directory (name=… or run_dir=…)."
@@ -252,26 +254,8 @@ def _take(descriptor: int, text: int, folder: Path) -> None:
         )
 
 
-def _who() -> dict[str, object]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "command": shlex.join(sys.argv)[:500],
-        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-
-
-def _describe(text: bytes) -> str:
-    """Who holds a lock, in words."""
-    try:
-        who = json.loads(text)
-        return f"process {who['pid']} on {who['host']} since {who['since']} ({who['command']})"
-    except (ValueError, KeyError, TypeError):
-        return "another process, which has not said yet who it is"
-
-
 def _let_go_in_child() -> None:
-    """A forked child is not the holder: what it inherited must not keep the lock when its parent has died."""
+    """A forked child must not keep the lock when its parent has died."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)
