@@ -12,14 +12,13 @@ from sensorium.vocabulary.errors import SensoriumError, TaskError
 
 
 class Reply(str):
-    """What the model wrote, as text; beside it the tokens, their log-probs and how it ended (``stop`` or ``length``)."""
+    """The model's text, with its tokens, their log-probs and how it ended (``stop`` or ``length``)."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str
 
     def __new__(cls, text: str, tokens: tuple[int, ...], logprobs: tuple[float, ...], finish: str) -> "Reply":
-        """A reply."""
         reply = super().__new__(cls, text)
         reply.tokens, reply.logprobs, reply.finish = tokens, logprobs, finish
         return reply
@@ -59,20 +58,15 @@ class Model:
         ``messages``: a text; a list of texts and media (PIL images; ``Path`` or bytes of a picture, video or sound), which
         is one user message; or a conversation, a list of ``{"role", "content"}`` whose contents are texts or such lists.
         """
+        from sensorium.cluster.event_loop import run_async
         from sensorium.engines.protocol import Sampling
         from sensorium.rollout.play import Attempt
         from sensorium.vocabulary.task import Task
 
         sampling = Sampling(temperature, top_p, top_k, max_new_tokens, tuple(stop))
         task = Task("chat", conversation(messages, self.policy.chat.store))
-        attempt = Attempt(seed, 0, "chat")
-
-        def play() -> Any:
-            from sensorium.cluster.event_loop import run_async
-
-            return run_async(self._rollout.stream([task], 1, attempt, sampling).in_order())
-
-        (group,) = outside_loop(play)
+        stream = self._rollout.stream([task], 1, Attempt(seed, 0, "chat"), sampling)
+        (group,) = outside_loop(lambda: run_async(stream.in_order()))
         (episode,) = group.episodes
         if not episode.turns:
             raise SensoriumError(f"the model could not reply: {episode.failure}")
@@ -81,7 +75,7 @@ class Model:
         return Reply(segment.text, segment.tokens, segment.logprobs, finish)
 
     def close(self) -> None:
-        """Give back the threads that the model holds."""
+        """Release the model's threads."""
         self._rollout.close()
         self._rollout.engine.close()
         self.policy.chat.decoder.close()
@@ -100,7 +94,7 @@ def load(
 ) -> Model:
     """Load a checkpoint, a run's best one, a hub id, ``package:NAME`` or ``tiny:FAMILY``.
 
-    ``unused_weights``: as ``model.unused_weights`` of a recipe, first letters of weights that the model has no place for.
+    ``unused_weights``: name prefixes of checkpoint weights to ignore, as a recipe's ``model.unused_weights``.
     """
     if isinstance(checkpoint, Run):
         checkpoint = checkpoint.checkpoint
@@ -108,11 +102,7 @@ def load(
     if place.is_dir() and not (place / "config.json").exists():
         checkpoint = Run(place).checkpoint
     return Model(
-        str(checkpoint),
-        device=device,
-        dtype=dtype,
-        max_context_tokens=max_context_tokens,
-        unused_weights=unused_weights,
+        str(checkpoint), device=device, dtype=dtype, max_context_tokens=max_context_tokens, unused_weights=unused_weights
     )
 
 
@@ -177,7 +167,7 @@ def _block(block: Any, origin: str, store: Any) -> Text | Media:
 
 
 def _whole(text: str, origin: str) -> Text:
-    """A text as words, unless it is the name of a media file that exists."""
+    """A text, unless it is the name of a media file that exists."""
     head = _head(Path(text))
     if head is not None and kind_of(head, text):
         raise _file_as_words(text, origin)
@@ -185,7 +175,7 @@ def _whole(text: str, origin: str) -> Text:
 
 
 def _head(path: Path) -> bytes | None:
-    """How a file begins; None where there is no regular file that can be read."""
+    """The first bytes of a file; None where there is no regular file that can be read."""
     try:
         with open_regular(path) as file:
             return file.read(HEAD_BYTES)

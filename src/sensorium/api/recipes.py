@@ -1,7 +1,7 @@
-"""From what Python code calls a recipe (a path, a name, a dict, a Recipe, with objects in it) to a checked Recipe.
+"""Make a checked Recipe from a path, a name, a dict or a Recipe, with Python objects in it.
 
-Objects stand where a recipe has names: functions and classes under ``rewards``, rows and data sets under ``tasks``, classes
-as ``environment``. They are written into the recipe as ``module:Name`` where they can be imported, else as ``python:NAME``.
+Objects may replace names: functions and classes under ``rewards``, rows and data sets under ``tasks``, classes as
+``environment``. They are written into the recipe as ``module:Name`` where they can be imported, else as ``python:NAME``.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,11 +39,11 @@ def recipe_of(recipe: Any, changes: Mapping[str, Any]) -> Recipe:
 
 
 def _data(recipe: Any) -> tuple[dict[str, Any], str, dict[Place, str]]:
-    """A recipe as plain data that may be changed, what to call it in errors, and where its parts come from."""
+    """A recipe as plain data that may be changed, its name in errors, and the origins of its parts."""
     if isinstance(recipe, Run):
         data, origins = read_recipe(recipe.directory)
         if Path(data.get("run_dir") or Path("runs") / str(data.get("name"))).resolve() != recipe.directory.resolve():
-            data["run_dir"] = str(recipe.directory)  # a run is where its directory is, also when it was moved
+            data["run_dir"] = str(recipe.directory)  # it may have been moved
         return data, str(recipe.directory), origins
     if isinstance(recipe, str | Path):
         data, origins = read_recipe(recipe)
@@ -58,7 +58,7 @@ def _data(recipe: Any) -> tuple[dict[str, Any], str, dict[Place, str]]:
 
 
 def _passed_names(value: Any) -> Iterator[str]:
-    """The names in a recipe that stand for objects which were passed."""
+    """The names in a recipe of objects that were passed."""
     if isinstance(value, Mapping | list):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _passed_names(item)
@@ -67,10 +67,8 @@ def _passed_names(value: Any) -> Iterator[str]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of the sections and lists; what stands in them is shared."""
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
+    """A copy of the sections; their items are shared."""
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _change(data: dict[str, Any], path: list[str], value: Any, key: str) -> None:
@@ -97,9 +95,9 @@ def _change(data: dict[str, Any], path: list[str], value: Any, key: str) -> None
 
 
 class _Names:
-    """Names for the objects of one recipe, in the order they stand in: the same objects get the same names again.
+    """Names for the objects of one recipe, in their order: the same objects get the same names again.
 
-    ``passed`` are names that its run had for objects: one of such a name is that object, also if it can be imported now.
+    ``passed`` are the names that its run has for passed objects: they are kept, even if an object can be imported now.
     """
 
     def __init__(self, passed: Collection[str] = ()) -> None:
@@ -107,7 +105,7 @@ class _Names:
         self.taken: list[str] = []
 
     def rewards(self, given: Any) -> Any:
-        """The section ``rewards``: a list stands for its terms."""
+        """The section ``rewards``: a list is taken as its terms."""
         section = dict(given) if isinstance(given, Mapping) else {"terms": given}
         terms = section.get("terms")
         if callable(terms) or isinstance(terms, str):
@@ -117,27 +115,27 @@ class _Names:
         return section
 
     def tasks(self, given: Any) -> Any:
-        """The section ``tasks``: anything but a mapping stands for the training tasks."""
+        """The section ``tasks``: anything but a mapping is taken as the training tasks."""
         whole = isinstance(given, Mapping) and "source" not in given
         section = dict(given) if whole else {"train": given}
         for side in ("train", "evaluate"):
             if side in section:
                 section[side] = self._sources(section[side], side)
         if "planner" in section:
-            section["planner"] = self._planner(section["planner"])
-        return section
-
-    def _planner(self, given: Any) -> Any:
-        """The section ``tasks.planner``: a name or a class stands for its name."""
-        section = dict(given) if isinstance(given, Mapping) else {"name": given}
-        if isinstance(kind := section.get("name"), type):
-            section["name"] = self._importable(kind) or self._pass("planner", own_name(kind), kind)
+            planner = section["planner"]
+            planner = dict(planner) if isinstance(planner, Mapping) else {"name": planner}
+            section["planner"] = planner | ({"name": self._class("planner", planner["name"])} if "name" in planner else {})
         return section
 
     def _term(self, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            return {**given, "name": self._reward(given.get("name"))}
-        return {"name": self._reward(given)}
+        section = given if isinstance(given, Mapping) else {"name": given}
+        return {**section, "name": self._reward(section.get("name"))}
+
+    def _class(self, kind: str, given: Any) -> Any:
+        """The name of a class; anything else as it is."""
+        if not isinstance(given, type):
+            return given
+        return self._importable(given) or self._pass(kind, own_name(given), given)
 
     def _reward(self, thing: Any) -> Any:
         if thing is None or isinstance(thing, str):
@@ -149,7 +147,7 @@ class _Names:
         if importable and (isinstance(thing, type) or reward_style(thing)):
             return importable
         if not isinstance(thing, type):
-            as_term(thing)  # what cannot be a reward is refused here, by name
+            as_term(thing)  # refuses what cannot be a reward
         return self._pass("reward", own_name(thing), partial(as_term, thing))
 
     def _sources(self, given: Any, side: str) -> Any:
@@ -168,13 +166,12 @@ class _Names:
         section = dict(given) if isinstance(given, Mapping) else {"source": given}
         thing: Any = section.get("source")
         options = dict(section.get("options") or {})
-        environment = options.get("environment")
-        if environment is not None:
-            options["environment"] = self._environment(environment)
-        if isinstance(options.get("environments"), Mapping):
-            options["environments"] = {name: self._environment(kind) for name, kind in options["environments"].items()}
+        if options.get("environment") is not None:
+            options["environment"] = self._class("environment", options["environment"])
+        if isinstance(kinds := options.get("environments"), Mapping):
+            options["environments"] = {name: self._class("environment", kind) for name, kind in kinds.items()}
         if isinstance(thing, type):
-            section["source"] = self._importable(thing) or self._pass("source", own_name(thing), thing)
+            section["source"] = self._class("source", thing)
         elif isinstance(thing, list | tuple) or hasattr(thing, "column_names"):
             section["source"] = self._pass("source", side, partial(PassedRows, thing))
             options["digest"] = digest_of(thing)
@@ -182,13 +179,8 @@ class _Names:
             section["source"] = self._pass("source", own_name(thing), lambda *, store: thing)
         return {**section, "options": options} if options else section
 
-    def _environment(self, given: Any) -> Any:
-        if not isinstance(given, type):
-            return given
-        return self._importable(given) or self._pass("environment", own_name(given), given)
-
     def _importable(self, thing: Any) -> str:
-        """``module:Name``, unless the run knows it as one that was passed: in the script that began it, it was."""
+        """``module:Name``, unless the run has it as a passed object, from the script that began it."""
         return "" if f"{SCHEME}{own_name(thing)}" in self.passed else importable_name(thing)
 
     def _pass(self, kind: str, wanted: str, thing: Any) -> str:
@@ -198,7 +190,7 @@ class _Names:
 
 
 def _is_source(thing: Any) -> bool:
-    """A source's class, a data set, or an object with a length and items that is no plain list."""
+    """True for a source's class, a data set, or an object with a length and items that is no plain list."""
     if isinstance(thing, type):
         return True
     sized = hasattr(thing, "__len__") and hasattr(thing, "__getitem__")
@@ -216,5 +208,5 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return value.item()
     if callable(value) or isinstance(value, bytes):
-        raise RecipeError(f"{own_name(value)} ({type(value).__name__}) stands where a recipe has a plain value.")
+        raise RecipeError(f"{own_name(value)} ({type(value).__name__}) is where a recipe has a plain value.")
     return value

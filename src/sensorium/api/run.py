@@ -120,7 +120,7 @@ class Run:
         return checkpoint_of_run(self.directory, last=True)
 
     def report(self) -> "Report":
-        """Write report.html anew; returns its path, which a notebook shows as the page itself."""
+        """Write report.html again; returns its path, which a notebook shows as the page itself."""
         return Report(write_report(self._record))
 
     def model(self, **options: Any) -> Any:

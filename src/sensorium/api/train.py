@@ -15,27 +15,28 @@ from sensorium.cluster.event_loop import forget, interrupt
 from sensorium.data.mixture import resolve_epochs
 from sensorium.evaluation.folder import default_folder, evaluated_model
 from sensorium.recipe.schema import Recipe
-from sensorium.report.console import EvaluationBar
+from sensorium.report.console import ConsoleWatcher, EvaluationBar
 from sensorium.report.tables import markdown, summary_grid
 from sensorium.report.terminal import Terminal
 from sensorium.report.watcher import Watcher
+from sensorium.runs.checkpoint_layout import CheckpointFolder
 from sensorium.runs.durable import read_rows
-from sensorium.runs.run_directory import RunDirectory, lock_run, step_of
+from sensorium.runs.run_directory import RunDirectory, lock_run
 from sensorium.trainer.run_claim import go_on
 from sensorium.vocabulary.errors import RecipeError
-
-# Outside a loop the work runs in place. Inside one it runs in a second thread with a loop of its own while this thread
-# waits; Ctrl-C (a notebook's stop button) reaches this thread and is handed on. A second Ctrl-C does not wait for the
-# work to end.
-
 
 Result = TypeVar("Result")
 LOOK_S = 0.1
 
 
 def outside_loop(work: Callable[[], Result]) -> Result:
-    """What ``work`` returns or raises, wherever this is called."""
-    if not _inside_loop():
+    """Run ``work``, inside an event loop (a notebook) in a second thread with a loop of its own while this thread waits.
+
+    Ctrl-C (a notebook's stop button) reaches this thread and is forwarded. A second Ctrl-C does not wait for the work.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
         return work()
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -52,32 +53,19 @@ def outside_loop(work: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="sensorium", daemon=True)
     thread.start()
-    _wait(done, thread)
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-def _inside_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _wait(done: threading.Event, thread: threading.Thread) -> None:
-    """Wait for the event, not for the thread: an interrupted join takes a running thread for ended (CPython 3.11)."""
-    asked = False
-    while not done.is_set():
+    interrupted = False
+    while not done.is_set():  # not join(): an interrupted join takes a running thread for ended (CPython 3.11)
         try:
             done.wait(LOOK_S)
         except KeyboardInterrupt:
-            if asked:
+            if interrupted:
                 raise
-            asked = True
+            interrupted = True
             assert thread.ident is not None
             interrupt(thread.ident)
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def train(
@@ -91,16 +79,20 @@ def train(
     """Train by a recipe: a path, a shipped name, a dict, a Recipe or a Run, with ``changes`` to it; returns the run.
 
     ``rewards`` may hold functions, ``tasks`` rows, Task objects or data sets. ``overwrite`` removes an earlier run in the
-    same directory first. ``show``: tell on the console how it goes.
+    same directory first. ``show``: print progress.
     """
     checked = recipe_of(recipe, changes)
-    if overwrite:
-        _take_away(checked)
+    directory = RunDirectory(checked.directory)
+    if overwrite and directory.path.exists():
+        if not directory.exists():
+            raise RecipeError(f"overwrite: '{directory.path}' holds no run, so it is not removed; remove it yourself.")
+        with lock_run(directory.path):  # not a run that a process still works in
+            shutil.rmtree(directory.path)
     return _train(checked, resume=False, show=show, watchers=watchers)
 
 
 def resume(run: str | Path | Run, *, show: bool = True, watchers: Iterable[Watcher] = (), **changes: Any) -> Run:
-    """Go on from a run's last checkpoint. Functions and rows that no file holds must be passed again, as to ``train``."""
+    """Resume a run from its last checkpoint. Functions and rows that are in no file must be passed again, as to train."""
     directory = run.directory if isinstance(run, Run) else Path(run)
     return _train(recipe_of(Run(directory), changes), resume=True, show=show, watchers=watchers)
 
@@ -111,56 +103,39 @@ def _train(recipe: Recipe, *, resume: bool, show: bool, watchers: Iterable[Watch
         go_on(recipe, RunDirectory(recipe.directory))  # before torch is imported, which takes seconds
     from sensorium.trainer.run import train as run_recipe
 
-    told = [*_console(recipe), *watchers] if show else list(watchers)
+    observers = list(watchers)
+    if show:
+        from sensorium.cli.dry_run import show_plan
+
+        console = Terminal()
+        observers.insert(0, ConsoleWatcher(console, lambda: show_plan(recipe, console)))
     try:
-        return Run(outside_loop(lambda: run_recipe(recipe, resume=resume, watchers=told)))
+        return Run(outside_loop(lambda: run_recipe(recipe, resume=resume, watchers=observers)))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_after_interrupt(recipe.directory)) from None  # not the event loop's own tracebacks
-
-
-def _after_interrupt(directory: Path) -> str:
-    """How an interrupted run goes on."""
-    saved = sorted(RunDirectory(directory).checkpoints.glob("step_*"))
-    if saved:
-        return f"the run lies in '{directory}'; sn.resume('{directory}') goes on from step {step_of(saved[-1])}"
-    return f"the run in '{directory}' has no checkpoint yet (checkpoint.every); sn.train(…, overwrite=True) starts over"
-
-
-def _console(recipe: Recipe) -> list[Watcher]:
-
-    from sensorium.cli.dry_run import show_plan
-    from sensorium.report.console import ConsoleWatcher
-    from sensorium.report.terminal import Terminal
-
-    console = Terminal()
-    return [ConsoleWatcher(console, lambda: show_plan(recipe, console))]
-
-
-def _take_away(recipe: Recipe) -> None:
-    """Remove an earlier run, and nothing that is not one or that a process still works in."""
-    directory = RunDirectory(recipe.directory)
-    if not directory.path.exists():
-        return
-    if not directory.exists():
-        raise RecipeError(f"overwrite: '{directory.path}' holds no run, so it is not taken away; remove it yourself.")
-    with lock_run(directory.path):
-        shutil.rmtree(directory.path)
+        directory = recipe.directory
+        saved = CheckpointFolder(RunDirectory(directory).checkpoints).steps()
+        way_on = (
+            f"the run in '{directory}' has no checkpoint yet (checkpoint.every); sn.train(…, overwrite=True) starts over"
+        )
+        if saved:
+            way_on = f"the run lies in '{directory}'; sn.resume('{directory}') goes on from step {saved[-1]}"
+        raise KeyboardInterrupt(way_on) from None  # without the event loop's own tracebacks
 
 
 class Evaluation(Mapping[str, Any]):
-    """What an evaluation found, by name (``accuracy``, ``interval``, ``reward``, ``terms``, ``categories``, …)."""
+    """The summary of an evaluation, by name (``accuracy``, ``interval``, ``reward``, ``terms``, ``categories``, …)."""
 
     def __init__(self, summary: Mapping[str, Any], folder: Path) -> None:
         self.summary, self.folder = dict(summary), folder
 
     @property
     def accuracy(self) -> float | None:
-        """The share of right answers; None where no term knows right from wrong."""
+        """The share of right answers; None where no term judges right or wrong."""
         return self.summary["accuracy"]
 
     @property
     def samples(self) -> Table:
-        """One row a sample: what was asked, what was answered, and what it was paid."""
+        """One row a sample: prompt, response and scores."""
         return Table(list(read_rows(self.folder / "samples.jsonl")))
 
     def __getitem__(self, key: str) -> Any:
@@ -190,12 +165,13 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate on a recipe's or run's held-out tasks: ``model``, else the run's best checkpoint, else the recipe's model.
 
-    Greedy unless told otherwise (then at ``evaluation.temperature``). An evaluation that was interrupted goes on when it is
-    asked for again; ``fresh`` forgets it. ``show``: tell on the console how far it is.
+    Greedy by default, else at ``evaluation.temperature``. An evaluation that was interrupted continues when it is called
+    again; ``fresh`` removes it. ``show``: print progress.
     """
     from sensorium.evaluation.held_out import Progress, evaluate_into
 
-    run = recipe if isinstance(recipe, Run) else Run(recipe) if _is_run(recipe) else None
+    is_run = isinstance(recipe, str | Path) and (Path(recipe) / "recipe.yaml").is_file()
+    run = recipe if isinstance(recipe, Run) else Run(recipe) if is_run else None
     section: dict[str, Any] = {"samples": samples, "limit": limit} | ({"temperature": 0.0} if greedy else {})
     checked = recipe_of(run or recipe, {**changes, "evaluation": {**section, **changes.get("evaluation", {})}})
     if not checked.tasks.evaluate:
@@ -216,7 +192,3 @@ def evaluate(
         say(f"evaluating {path} into {folder}", console)
     with EvaluationBar(console) as bar:
         return Evaluation(play(bar.tell), folder)
-
-
-def _is_run(recipe: Any) -> bool:
-    return isinstance(recipe, str | Path) and (Path(recipe) / "recipe.yaml").is_file()

@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         show_dry_run(recipe, console, train=False, model=model, named=arguments.recipe)
         return 0
-    from sensorium.evaluation.folder import told
+    from sensorium.evaluation.folder import costs_line
     from sensorium.evaluation.held_out import evaluate_into
 
     folder = arguments.out or default_folder(recipe, model)
@@ -67,7 +67,7 @@ def run(arguments: Namespace) -> int:
     print_grid(summary_grid(summary), console)
     if arguments.save:
         write_whole(arguments.save, json.dumps({"checkpoint": model, **summary}, indent=1) + "\n")
-    if costs := told(folder / "judge_costs.json"):
+    if costs := costs_line(folder / "judge_costs.json"):
         say(costs, console)
     say(f"written to {folder}: summary.json, table.md, samples.jsonl", console)
     return 0

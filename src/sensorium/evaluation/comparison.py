@@ -1,6 +1,6 @@
-"""Two evaluations of the same tasks side by side: what each got right, and the difference, task by task.
+"""Compare two evaluations of the same tasks, task by task.
 
-Pairing is what makes a small difference visible: tasks that both get right, or both get wrong, say nothing about it.
+Pairing makes a small difference visible: tasks that both get right, or both get wrong, do not blur it.
 """
 
 from collections import Counter
@@ -11,16 +11,15 @@ from sensorium.evaluation.folder import EvaluationFolder
 from sensorium.evaluation.summary import Sample, by_task, mean_at_k, mean_interval, paired_interval, sign_test
 from sensorium.vocabulary.errors import TaskError
 
-Name = tuple[str, int]
-"""A task by its id, and which of its occurrences in the list of tasks it is."""
+Name = tuple[str, int]  # a task's id, and which of its occurrences in the list of tasks it is
 
 
 def compare_folders(a: EvaluationFolder, b: EvaluationFolder) -> dict[str, Any]:
     """Compare two finished evaluations. Whatever differs beside the model is noted."""
     found = compare(a.read(), b.read())
     claims = [folder.claimed() for folder in (a, b)]
-    told = b.told()
-    order = [category for category in told["categories"] if category in found["categories"]]
+    summary = b.read_summary()
+    order = [category for category in summary["categories"] if category in found["categories"]]
     sides = {
         side: {"folder": str(folder.path), "model": claim["model"], "settings": claim["settings"]}
         for side, folder, claim in zip("ab", (a, b), claims, strict=True)
@@ -29,7 +28,7 @@ def compare_folders(a: EvaluationFolder, b: EvaluationFolder) -> dict[str, Any]:
         **sides,
         **found,
         "categories": {category: found["categories"][category] for category in order},
-        **({"columns": told["columns"]} if "columns" in told else {}),
+        **({"columns": summary["columns"]} if "columns" in summary else {}),
         "notes": list(_notes(found, *claims)),
     }
 
@@ -67,7 +66,7 @@ def compare(a: Sequence[Sample], b: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _part(pairs: Sequence[tuple[float, float]], samples: int) -> dict[str, Any]:
-    """What is told of all tasks and of each category alike, from each task's shares of right samples.
+    """The numbers of all tasks or of a category, from each task's shares of right samples.
 
     ``only_a`` counts tasks of which A gets more samples right: with one sample each, those that only A gets right.
     """
@@ -89,7 +88,6 @@ def _part(pairs: Sequence[tuple[float, float]], samples: int) -> dict[str, Any]:
 
 
 def _named(samples: Sequence[Sample]) -> dict[Name, list[Sample]]:
-    """The samples of every task by its name."""
     times: Counter[str] = Counter()
     tasks: dict[Name, list[Sample]] = {}
     for task in by_task(samples):
@@ -99,7 +97,6 @@ def _named(samples: Sequence[Sample]) -> dict[Name, list[Sample]]:
 
 
 def _notes(found: Mapping[str, Any], a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader must know before believing the difference."""
     if found["only_in_a"] or found["only_in_b"]:
         only = f"{found['only_in_a']:,} are in A only and {found['only_in_b']:,} in B only"
         yield f"Compared on the {found['all']['tasks'] + found['not_judged']:,} tasks that both have; {only}."

@@ -1,7 +1,7 @@
-"""Evaluation in chunks: a bound on what is decoded at once, and on what a kill costs.
+"""Evaluation in chunks, which bound the media decoded at once and the work lost by a kill.
 
-Invariant: where chunks are cut depends on the list of tasks alone, and nothing that an earlier chunk left in the engine
-reaches a later one. So a chunk gives the same samples whichever were played before it in this process.
+Invariant: chunks depend on the list of tasks alone, and the engine's caches are reset between them. So a chunk gives the
+same samples whichever were played before it in this process.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from sensorium.vocabulary.task import Task
 
 
 def cut(tasks: Sequence[Task], most: int = 0) -> list[range]:
-    """Positions of the tasks of each chunk: ``most`` tasks (0: any number), and not more clips than may be held at once."""
+    """Positions of each chunk's tasks: at most ``most`` tasks (0: any number), and ``CLIPS_AT_ONCE`` clips."""
     chunks: list[range] = []
     start, held = 0, set[str]()
     for position, task in enumerate(tasks):
@@ -48,8 +48,8 @@ async def play_chunks(
 ) -> AsyncIterator[list[Group]]:
     """Play and score some chunks of a list of tasks; ids and random numbers are those of the whole list played at once.
 
-    Groups are scored as they are complete, and come in the tasks' order. ``section`` has the limits of held-out tasks.
-    ``progress`` hears how many episodes of a chunk are done.
+    Groups come in the tasks' order. ``section`` has the limits of held-out tasks. ``progress`` gets the number of a chunk's
+    episodes that are done.
     """
     for i, chunk in enumerate(chunks):
         if i:
@@ -71,7 +71,7 @@ Extract = Callable[[Task, Episode], str | None]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found: a summary of plain numbers, and the scored groups behind it."""
+    """A summary of plain numbers, and the scored groups behind it."""
 
     summary: dict[str, Any]
     groups: tuple[Group, ...]
@@ -87,9 +87,9 @@ async def evaluate(
     samples: int = 1,
     occasion: str = "",
 ) -> EvaluationResult:
-    """Play every task ``samples`` times. The same seed and name draw the same random numbers at every call.
+    """Play every task ``samples`` times. The same seed and name use the same random numbers at every call.
 
-    ``occasion`` tells the episodes of one call from those of another, and what judges said of them.
+    ``occasion`` distinguishes the ids of the episodes of different calls.
     """
     scorer, groups = session.scorer, list[Group]()
     section = recipe.held_out_rollout
@@ -100,7 +100,7 @@ async def evaluate(
 
 
 def nothing_scored(groups: Sequence[Group]) -> str:
-    """Why an evaluation has no result: what the first episode failed of; empty where any episode has a reward."""
+    """Why an evaluation has no result, by its first episode; empty where any episode has a reward."""
     episodes = [episode for group in groups for episode in group.episodes]
     if not episodes or any(episode.reward is not None for episode in episodes):
         return ""
@@ -110,14 +110,14 @@ def nothing_scored(groups: Sequence[Group]) -> str:
 
 
 def attempt_of(seed: int, name: str, occasion: str = "") -> Attempt:
-    """What decides the random numbers of an evaluation, and the ids of its episodes."""
+    """The attempt that determines an evaluation's random numbers and ids."""
     return Attempt(seed, 0, f"eval:{name}", occasion=occasion)
 
 
 def summarize(
     groups: Sequence[Group], name: str, extract: Extract | None = None, columns: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The summary of scored groups, one a task; ``extract`` says what a sample answered, for votes of the majority."""
+    """The summary of scored groups, one a task; ``extract`` gives a sample's answer, for majority votes."""
     samples = [
         sample_of(group.task, position, episode, extract(group.task, episode) if extract else None, extract is not None)
         for position, group in enumerate(groups)
@@ -128,7 +128,7 @@ def summarize(
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to look at the held-out tasks: a temperature (0: greedy) and changed options of their sources."""
+    """A way to evaluate the held-out tasks: a temperature (0: greedy) and changed options of their sources."""
 
     name: str
     temperature: float

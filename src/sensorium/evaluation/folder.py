@@ -1,4 +1,9 @@
-"""Which model an evaluation is of, and the folder it goes to if nothing else is said."""
+"""The folder of an evaluation: its samples, its summary, and what it is an evaluation of.
+
+Invariants: ``evaluation.json`` is written first and never changes; a folder of another model, recipe or setting is refused.
+The samples of a chunk are appended at once and flushed to the disk. A kill leaves at most a part of a chunk, which is
+removed and played again whole. ``summary.json`` exists only when every sample does.
+"""
 
 import fcntl
 import json
@@ -19,7 +24,7 @@ from sensorium.vocabulary.errors import CheckpointError, RecordError
 
 
 def evaluated_model(given: str | None, recipe: Recipe, source: Path | None) -> str:
-    """The model that is meant: of a run its best or last checkpoint, else the path as it is."""
+    """The model to evaluate: a run's best or last checkpoint, else the path as it is."""
     place = Path(given) if given is not None else source
     if place is not None and place.is_dir() and not (place / "config.json").exists():
         return str(checkpoint_of_run(place))
@@ -27,7 +32,7 @@ def evaluated_model(given: str | None, recipe: Recipe, source: Path | None) -> s
 
 
 def default_folder(recipe: Recipe, model: str) -> Path:
-    """Where an evaluation goes if nothing else is said: into the run a checkpoint belongs to, else runs/eval_…"""
+    """The default folder of an evaluation: in the run a checkpoint belongs to, else runs/eval_…"""
     section, path = recipe.evaluation, Path(model)
     drawn = "greedy" if section.temperature == 0 else f"t{section.temperature:g}"
     many = f"_x{section.samples}" if section.samples > 1 else ""
@@ -39,54 +44,41 @@ def default_folder(recipe: Recipe, model: str) -> Path:
     return Path("runs") / f"eval_{recipe.name}_{name}"
 
 
-MEAN, LONGEST = "latency_mean_s", "latency_max_s"
-TOLD = ("calls", "cache_hits", "failures", "input_tokens", "output_tokens", "cost")
+Claim = Mapping[str, Any]  # what an evaluation is of: model, weights, settings, recipe, tasks, surroundings
+Key = tuple[str, int, int]  # which sample a line holds: task, position, sample
+MAY_DIFFER = ("model", "surroundings")  # the same weights may lie elsewhere; another machine is only a warning
+WAY_OUT = "Choose another folder (--out), or start over in this one (--fresh), which removes what it holds."
 
 
 def add_costs(path: Path, row: Mapping[str, float]) -> None:
-    """Add what judges cost (``judge/MODEL/…``) to the file; nothing was asked: nothing is written."""
+    """Add the judges' costs (``judge/MODEL/…``), if any, to the file."""
     if not row:
         return
     sums = read_json(path, "Remove it; costs are then counted from now on.") if path.exists() else {}
     for name, value in row.items():
         model, _, what = name.rpartition("/")
-        if what == MEAN:
+        if what == "latency_mean_s":
             before, now = sums.get(f"{model}/calls", 0) - row[f"{model}/calls"], row[f"{model}/calls"]
             sums[name] = (sums.get(name, 0.0) * before + value * now) / (before + now)
-        elif what == LONGEST:
+        elif what == "latency_max_s":
             sums[name] = max(sums.get(name, 0.0), value)
         else:
             sums[name] = sums.get(name, 0) + value
     write_whole(path, json.dumps(sums, indent=1) + "\n")
 
 
-def told(path: Path) -> str:
-    """The costs in one line, empty where no judge was asked."""
+def costs_line(path: Path) -> str:
+    """The judges' costs in one line, empty where no judge was asked."""
     if not path.exists():
         return ""
     sums = read_json(path, "Remove it.")
-    models = sorted({name.split("/")[1] for name in sums})
-    return "judges: " + "; ".join(_told(model, {name: sums[f"judge/{model}/{name}"] for name in TOLD}) for model in models)
-
-
-def _told(model: str, cost: Mapping[str, float]) -> str:
-    answers = f"{cost['cache_hits']:,} answers from the cache, {cost['failures']:,} questions without one"
-    tokens = f"{cost['input_tokens']:,} tokens read, {cost['output_tokens']:,} written"
-    return f"{model} was called {cost['calls']:,} times ({answers}; {tokens}), cost {cost['cost']:g}"
-
-
-# Invariants: ``evaluation.json`` is written first and never changes; a folder of another model, recipe or setting is
-# refused. The samples of a chunk are appended at once and flushed to the disk. A kill leaves a part of a chunk at most,
-# which is taken away and played again whole. ``summary.json`` is there only when every sample is.
-
-
-Claim = Mapping[str, Any]
-"""What an evaluation is of: model, weights, settings, recipe, tasks, surroundings."""
-
-Key = tuple[str, int, int]
-"""Which sample a line holds: task, position, sample."""
-
-MAY_DIFFER = ("model", "surroundings")  # the same weights may lie elsewhere, and another machine is worth a warning only
+    lines = []
+    for model in sorted({name.split("/")[1] for name in sums}):
+        cost = {name.rpartition("/")[2]: value for name, value in sums.items() if name.split("/")[1] == model}
+        answers = f"{cost['cache_hits']:,} answers from the cache, {cost['failures']:,} questions without one"
+        tokens = f"{cost['input_tokens']:,} tokens read, {cost['output_tokens']:,} written"
+        lines.append(f"{model} was called {cost['calls']:,} times ({answers}; {tokens}), cost {cost['cost']:g}")
+    return "judges: " + "; ".join(lines)
 
 
 class EvaluationFolder:
@@ -101,7 +93,7 @@ class EvaluationFolder:
         self.costs = self.path / "judge_costs.json"
 
     def clear(self) -> None:
-        """Forget an earlier evaluation; anything else in the folder stays."""
+        """Remove an earlier evaluation; anything else in the folder stays."""
         if self.samples.exists():
             with self.journal():
                 self.samples.unlink()
@@ -110,42 +102,35 @@ class EvaluationFolder:
         self.claim.unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """Samples are missing: what was found is no longer so."""
+        """Remove the summary, since samples are missing."""
         for file in (self.summary, self.table):
             file.unlink(missing_ok=True)
 
     def refuse_other(self, claim: Claim) -> None:
-        """Refuse to go on with an evaluation of something else; a claim may name only some of its parts."""
+        """Refuse an evaluation of something else; a claim may have only some of its parts."""
         known = self.known()
         if known is None:
             if self.samples.exists():
-                raise CheckpointError(
-                    f"'{self.samples}' is there, but not what it was made of ({self.claim.name}). {_way_out()}"
-                )
+                raise CheckpointError(f"'{self.samples}' is there, but {self.claim.name} is missing. {WAY_OUT}")
             return
         found = [
             text for key, part in claim.items() if key not in MAY_DIFFER for text in _differ(known.get(key), part, key)
         ]
         if found:
             more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-            raise CheckpointError(
-                f"'{self.path}' holds another evaluation: {'; '.join(found[:3])}{more}. {_way_out()}"
-            )  # fmt: skip
+            raise CheckpointError(f"'{self.path}' holds another evaluation: {'; '.join(found[:3])}{more}. {WAY_OUT}")
 
     def take(self, claim: Claim) -> dict[str, Any]:
-        """Make the folder this evaluation's, or go on with it; returns the claim as it was first made."""
+        """Claim the folder for an evaluation, or continue it; returns the claim as it was first made."""
         self.refuse_other(claim)
         known = self.known()
         if known is None:
             write_whole(self.claim, json.dumps(claim, indent=1) + "\n")
-            return dict(claim)
-        return known
+        return dict(claim) if known is None else known
 
     def known(self) -> dict[str, Any] | None:
-        """What the evaluation here is of; None if there is none."""
-        if not self.claim.exists():
-            return None
-        return read_json(self.claim, _way_out())
+        """The claim of the evaluation here; None if there is none."""
+        return read_json(self.claim, WAY_OUT) if self.claim.exists() else None
 
     @contextmanager
     def journal(self) -> Iterator["Journal"]:
@@ -172,35 +157,35 @@ class EvaluationFolder:
     def read(self) -> list[Sample]:
         """All samples of a finished evaluation."""
         if not self.claim.exists():
-            raise CheckpointError(f"'{self.path}' holds no evaluation; 'sensorium eval' makes one (it says where).")
+            raise CheckpointError(f"'{self.path}' holds no evaluation; 'sensorium eval' makes one and prints its folder.")
         if not self.summary.exists():
             raise CheckpointError(f"the evaluation in '{self.path}' is not finished. Run its command again; it goes on.")
-        samples, expected = self.read_so_far(), self.told()["episodes"]
+        samples, expected = self.read_so_far(), self.read_summary()["episodes"]
         if len(samples) != expected:
             raise RecordError(
-                f"'{self.samples}' is damaged: it has {len(samples)} samples and '{self.summary.name}' tells of "
+                f"'{self.samples}' is damaged: it has {len(samples)} samples and '{self.summary.name}' counts "
                 f"{expected}. Run its evaluation again, which plays what is missing."
             )
         return samples
 
     def claimed(self) -> dict[str, Any]:
-        """What the evaluation here is of; a file that does not say so is damaged."""
-        return _having(self.known() or {}, ("model", "settings", "weights"), self.claim, _way_out())
+        """The claim of the evaluation here, which must have all its parts."""
+        return _having(self.known() or {}, ("model", "settings", "weights"), self.claim, WAY_OUT)
 
-    def told(self) -> dict[str, Any]:
-        """What was found, as it was written."""
-        way_out = "Run its evaluation again; it goes on and writes the summary anew."
+    def read_summary(self) -> dict[str, Any]:
+        """The summary as it was written."""
+        way_out = "Run its evaluation again; it goes on and writes the summary again."
         return _having(read_json(self.summary, way_out), ("categories", "episodes"), self.summary, way_out)
 
     def read_so_far(self) -> list[Sample]:
-        """The samples that are there."""
+        """The samples written so far."""
         try:
             return [sample_from(row) for row in read_rows(self.samples)]
         except (KeyError, TypeError, ValueError) as error:
-            raise RecordError(f"'{self.samples}' is damaged: a line is no sample ({error!r}). {_way_out()}") from error
+            raise RecordError(f"'{self.samples}' is damaged: a line is no sample ({error!r}). {WAY_OUT}") from error
 
     def finish(self, summary: Mapping[str, Any], table: str) -> None:
-        """Write what was found."""
+        """Write table and summary."""
         write_whole(self.table, table)
         write_whole(self.summary, json.dumps(summary, indent=1) + "\n")
 
@@ -212,7 +197,7 @@ class Journal:
         self._path, self._descriptor = path, descriptor
 
     def recover(self, chunks: Sequence[Sequence[Key]]) -> int:
-        """How many chunks are there as a whole, given the keys of their lines; what stands behind them is taken away."""
+        """How many chunks are whole, given the keys of their lines; everything after them is removed."""
         ends = self._ends(chunks)
         os.ftruncate(self._descriptor, ends[-1] if ends else 0)
         os.fsync(self._descriptor)
@@ -225,7 +210,7 @@ class Journal:
             os.fsync(self._descriptor)
 
     def _ends(self, chunks: Sequence[Sequence[Key]]) -> list[int]:
-        """Where each whole chunk ends, in bytes. The first line that is not what should stand there ends what is known."""
+        """Where each whole chunk ends, in bytes, up to the first line that is not the expected sample."""
         ends: list[int] = []
         place = 0
         with self._path.open("rb") as file:
@@ -240,7 +225,6 @@ class Journal:
 
 
 def _having(data: dict[str, Any], keys: Sequence[str], path: Path, way_out: str) -> dict[str, Any]:
-    """The data of a file that has these keys; else it is damaged."""
     lacking = [key for key in keys if key not in data]
     if lacking:
         raise RecordError(f"'{path}' is damaged: it lacks '{lacking[0]}'. {way_out}")
@@ -248,7 +232,6 @@ def _having(data: dict[str, Any], keys: Sequence[str], path: Path, way_out: str)
 
 
 def _key(line: bytes) -> Key | None:
-    """Which sample a line holds; None if it is torn or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -259,18 +242,10 @@ def _key(line: bytes) -> Key | None:
 
 
 def _differ(there: Any, here: Any, name: str) -> Iterator[str]:
-    """What differs, by dotted names."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         for key in dict.fromkeys([*there, *here]):
             yield from _differ(there.get(key), here.get(key), f"{name}.{key}")
     elif there != here:
-        yield f"{name} is {_short(there)} there and {_short(here)} here"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-def _way_out() -> str:
-    return "Choose another folder (--out), or start anew in this one (--fresh), which forgets what it holds."
+        texts = (json.dumps(value, ensure_ascii=False) for value in (there, here))
+        old, new = (text if len(text) <= 60 else f"{text[:57]}…" for text in texts)
+        yield f"{name} is {old} there and {new} here"

@@ -1,4 +1,4 @@
-"""Evaluating a checkpoint into a folder: chunk by chunk, so that a killed evaluation goes on where it was."""
+"""Evaluate a checkpoint into a folder, chunk by chunk, so that a killed evaluation continues where it was."""
 
 import hashlib
 import json
@@ -24,22 +24,21 @@ from sensorium.vocabulary.errors import PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
 
 TRAINING_ONLY = {"temperature", "top_p", "top_k", "mask_truncated"}
-Progress = Callable[[int, int], None]
-"""Hears how many tasks are done, of how many."""
+Progress = Callable[[int, int], None]  # gets how many tasks are done, of how many
 
 
 def evaluate_into(
     path: Path, recipe: Recipe, model: str, *, chunk: int = 128, fresh: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Evaluate a model on the recipe's held-out tasks as ``evaluation`` says; returns the summary that is written.
+    """Evaluate a model on the recipe's held-out tasks by its section ``evaluation``; returns the summary that is written.
 
-    An evaluation that was begun in the folder goes on; one of something else is refused. ``fresh`` forgets it.
+    An evaluation that was begun in the folder continues; one of something else is refused. ``fresh`` removes it.
     """
     folder = EvaluationFolder(path)
     section = recipe.evaluation
     claim = _claim(recipe, chunk)
     if not fresh:
-        folder.refuse_other(claim)  # before a model is loaded for nothing
+        folder.refuse_other(claim)  # before the model is loaded
     with model_session(recipe, model, folder.path) as session:
         sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
         tasks, skipped = each_once(sources, limit=section.limit, on_bad_row=recipe.tasks.on_bad_row)
@@ -56,7 +55,7 @@ def evaluate_into(
             folder.clear()
         warn_if_changed(folder.take(claim)["surroundings"])
         with folder.journal() as journal, lasting_objects():
-            run_async(_play(folder, journal, session, recipe, tasks, chunk, progress or _silent))
+            run_async(_play(folder, journal, session, recipe, tasks, chunk, progress or (lambda done, of: None)))
             summary = summarize_samples(folder.read_so_far(), _name(recipe), table_columns(sources))
             summary |= {"skipped": len(skipped), "model": model, "temperature": section.temperature, "seed": recipe.seed}
             folder.finish(summary, markdown(summary_grid(summary)))
@@ -78,7 +77,7 @@ async def _play(
     chunk: int,
     progress: Progress,
 ) -> None:
-    """Play the chunks that are not there yet, and keep each as soon as it is judged."""
+    """Play the missing chunks, and write each as soon as it is judged."""
     samples, chunks = recipe.evaluation.samples, cut(tasks, chunk)
     keys = [[(tasks[place].id, place, index) for place in places for index in range(samples)] for places in chunks]
     left = chunks[journal.recover(keys) :]
@@ -99,8 +98,9 @@ async def _play(
     )
     for places in left:
         groups = await anext(playing)
-        if recipe.tasks.on_long_prompt == "refuse":
-            _refuse_long(groups)
+        failures = [e.failure for group in groups for e in group.episodes if e.info.get("prompt_too_long")]
+        if failures and recipe.tasks.on_long_prompt == "refuse":  # lengths are known only now, with decoded media
+            raise with_way_out(PromptTooLong(failures[0]))
         journal.append(_rows(groups, places, session.scorer, recipe.seed))
         add_costs(folder.costs, session.judges.take_metrics())
         done = places.stop
@@ -116,24 +116,13 @@ def _rows(groups: Sequence[Group], places: range, scorer: Scorer, seed: int) -> 
     return rows
 
 
-def _refuse_long(groups: Sequence[Group]) -> None:
-    """How long a prompt is shows only when its media are decoded, so it is refused when its turn comes."""
-    for episode in (episode for group in groups for episode in group.episodes):
-        if episode.info.get("prompt_too_long"):
-            raise with_way_out(PromptTooLong(episode.failure))
-
-
-def _silent(done: int, of: int) -> None:
-    """Tells nobody."""
-
-
 def _name(recipe: Recipe) -> str:
-    """What an evaluation is called; random numbers are keyed by it, so that a study and the command draw the same."""
+    """An evaluation's name, by which its random numbers are keyed: a study and the command use the same."""
     return "greedy" if recipe.evaluation.temperature == 0 else "sampled"
 
 
 def _claim(recipe: Recipe, chunk: int) -> dict[str, Any]:
-    """What of recipe and settings decides the samples."""
+    """The parts of recipe and settings that determine the samples."""
     section = recipe.evaluation
     data, played = recipe.model_dump(mode="json"), recipe.held_out_rollout.model_dump(mode="json")
     unset = () if recipe.rollout.count_observations else ("count_observations",)  # folders from before it was there go on

@@ -1,15 +1,20 @@
-"""Samples of an evaluation and what they come to: means, best and majority of several, each with its interval."""
+"""Samples of an evaluation and their summary: means, best and majority of several, each with its interval.
+
+A sample that was not judged (it failed, or its judge did) is left out; a task without judged samples has no number.
+Accuracy is about right and wrong, reward about what terms gave; neither ever replaces the other. The unit of every interval
+is the task: samples of one task are alike, so more of them make that task's number surer, but do not count as more tasks.
+"""
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb, sqrt
 from typing import Any
 
 from sensorium.runs.episodes import messages_to_json
-from sensorium.vocabulary.content import Message, assistant
+from sensorium.vocabulary.content import assistant
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
@@ -30,8 +35,8 @@ def wilson(successes: float, trials: float, z: float = Z95) -> tuple[float, floa
 def mean_interval(values: Sequence[float], samples: int = 1, z: float = Z95) -> tuple[float, float]:
     """95 % interval of the mean of per-task shares, each of ``samples`` samples that may be alike.
 
-    Wilson's, for as many independent trials as the spread among tasks is worth: one a task where its samples always agree,
-    up to ``samples`` a task where tasks differ no more than by chance.
+    Wilson's, with the number of independent trials by the spread among tasks: one a task where its samples always agree, up
+    to ``samples`` a task where tasks differ no more than by chance.
     """
     tasks, total = len(values), sum(values)
     if tasks == 1 or all(value in (0.0, 1.0) for value in values):
@@ -47,7 +52,7 @@ def paired_interval(differences: Sequence[float], z: float = Z95) -> tuple[float
     """95 % interval of the mean of per-task differences, each within [-1, 1].
 
     By Bonett and Price (2012): one task won and one lost are added, then the normal interval is taken. So it is sound for
-    few tasks, and has a width where no task changed. It needs no random numbers.
+    few tasks, and has a width where no task changed.
     """
     if not differences:
         raise ValueError("an interval needs at least one task")
@@ -59,7 +64,7 @@ def paired_interval(differences: Sequence[float], z: float = Z95) -> tuple[float
 
 
 def sign_test(one: int, other: int) -> float:
-    """McNemar's exact two-sided p: how often chance alone would share out ``one + other`` changed tasks as unevenly."""
+    """McNemar's exact two-sided p: how often chance alone divides ``one + other`` changed tasks as unevenly."""
     changed = one + other
     tail = sum(comb(changed, i) for i in range(min(one, other) + 1))
     return min(1.0, 2 * tail / 2**changed)
@@ -74,7 +79,7 @@ class Sample:
     """``position`` is the task's place in the list of tasks, ``index`` the attempt's among those at this task.
 
     ``terms`` are the named parts of the reward before their ``weights``: the weighted parts sum up to ``reward``.
-    ``votes``: a term can extract an answer; ``extracted`` is what it took for it. ``question`` stands for what was shown.
+    ``votes``: a term can extract an answer, which is ``extracted``. ``question`` is a digest of the prompt.
     """
 
     task: str
@@ -116,9 +121,14 @@ def sample_of(task: Task, position: int, episode: Episode, extracted: str | None
 
 
 def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
-    """The line of a sample: what was counted, then what was asked and written; of an environment, all turns in order."""
+    """The line of a sample: its numbers, then prompt and response; for an environment all turns in order."""
     reasons = {score.name: score.reason for score in episode.scores if score.missing}
-    environment = task.environment
+    environment, played = task.environment, {}
+    if environment is not None:
+        conversation = list(episode.head)
+        for turn in episode.turns:
+            conversation += [*turn.observation, assistant(turn.response.text)]
+        played = {"conversation": messages_to_json(conversation)}
     return {
         "task": sample.task,
         "position": sample.position,
@@ -138,7 +148,7 @@ def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
         **({"failure": episode.failure} if episode.failure else {}),
         **({"environment": {"name": environment.name, "seed": environment.seed}} if environment is not None else {}),
         "messages": messages_to_json(_shown(task, episode)),
-        **({"conversation": messages_to_json([*_conversation(episode)])} if environment is not None else {}),
+        **played,
         "response": episode.response,
     }
 
@@ -165,25 +175,14 @@ def sample_from(row: Row) -> Sample:
 
 
 def _shown(task: Task, episode: Episode) -> tuple[Any, ...]:
-    """The prompt; of a task that is played in an environment, what that showed first."""
+    """The prompt; for an environment its first observation."""
     return task.messages or (episode.turns[0].observation if episode.turns else ())
 
 
-def _conversation(episode: Episode) -> Iterator[Message]:
-    """All that was shown and written in an environment, in order: its head, then each observation and its response."""
-    yield from episode.head
-    for turn in episode.turns:
-        yield from turn.observation
-        yield assistant(turn.response.text)
-
-
 def _question(messages: Sequence[Row]) -> str:
-    """What was asked and shown, in few letters. Where a file lay is no part of it."""
+    """A digest of a prompt, without the places of its files."""
     blocks = [[{k: v for k, v in block.items() if k != "origin"} for block in message["content"]] for message in messages]
     return hashlib.blake2b(json.dumps(blocks, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
-# A sample that was not judged (it failed, or its judge did) is left out; a task without judged samples has no number.
 
 
 def mean_at_k(samples: Sequence[Sample]) -> float | None:
@@ -218,15 +217,6 @@ def _verdicts(samples: Sequence[Sample]) -> list[bool]:
     return [sample.correct for sample in samples if sample.correct is not None]
 
 
-# Accuracy is about right and wrong, reward about what was paid; neither is ever told for the other. Every interval takes
-# the task as its unit: samples of one task are alike, so that more of them make a task's own number surer, not the tasks
-# more.
-
-
-Tasks = Sequence[Sequence[Sample]]
-"""The samples of every task."""
-
-
 def by_task(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Samples gathered by task, in the order of the task list."""
     tasks: dict[int, list[Sample]] = {}
@@ -236,9 +226,9 @@ def by_task(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def summarize_samples(samples: Sequence[Sample], name: str, columns: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Everything that is told of an evaluation. What was not judged is counted, not zero.
+    """The summary of an evaluation. What was not judged is counted, not zero.
 
-    ``columns`` are the names by which a published table knows the categories; its order comes first.
+    ``columns`` are the names of the categories in a published table; its order comes first.
     """
     tasks = by_task(samples)
     columns = columns or {}
@@ -249,6 +239,7 @@ def summarize_samples(samples: Sequence[Sample], name: str, columns: Mapping[str
     order = [*named, *sorted(categories.keys() - set(named))]
     k = max((len(task) for task in tasks), default=1)
     whole = _part(tasks, k)
+    truncated = sum(sample.status == Status.TRUNCATED for sample in samples)
     return {
         "name": name,
         "tasks": len(tasks),
@@ -261,9 +252,9 @@ def summarize_samples(samples: Sequence[Sample], name: str, columns: Mapping[str
         **({"columns": {category: columns[category] for category in named}} if named else {}),
         "length_mean": _mean([float(sample.length) for sample in samples]),
         "turns_mean": _mean([float(sample.turns) for sample in samples]),
-        "truncated": _count(samples, Status.TRUNCATED),
-        "truncated_share": _count(samples, Status.TRUNCATED) / len(samples) if samples else None,
-        "failed": _count(samples, Status.FAILED) + _count(samples, Status.ABORTED),
+        "truncated": truncated,
+        "truncated_share": truncated / len(samples) if samples else None,
+        "failed": sum(sample.status in (Status.FAILED, Status.ABORTED) for sample in samples),
         "missing": sum(sample.reward is None for sample in samples),
     }
 
@@ -280,8 +271,8 @@ def summary_metrics(summary: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in row.items() if value is not None}
 
 
-def _part(tasks: Tasks, k: int) -> dict[str, Any]:
-    """What is told of all tasks and of each category alike. ``tasks`` counts those that were judged."""
+def _part(tasks: Sequence[Sequence[Sample]], k: int) -> dict[str, Any]:
+    """The numbers of all tasks or of a category. ``tasks`` counts those that were judged."""
     accuracy = _over(tasks, mean_at_k, k)
     part: dict[str, Any] = {
         "accuracy": accuracy["value"],
@@ -292,28 +283,20 @@ def _part(tasks: Tasks, k: int) -> dict[str, Any]:
         part |= {f"mean@{k}": accuracy, f"best@{k}": _over(tasks, best_at_k)}
         if any(sample.votes for task in tasks for sample in task):
             part[f"majority@{k}"] = _over(tasks, majority_at_k)
-    return part | _rewards([sample for task in tasks for sample in task])
+    # Rewards are means over the samples whose reward is whole, so that the weighted terms sum up to it.
+    rewarded = [sample for task in tasks for sample in task if sample.reward is not None]
+    terms = {}
+    for name in sorted({term for sample in rewarded for term in sample.terms}):
+        if values := [value for sample in rewarded if (value := sample.terms.get(name)) is not None]:
+            terms[name] = _mean(values)
+    return part | {"reward": _mean([s.reward for s in rewarded if s.reward is not None]), "terms": terms}
 
 
-def _over(tasks: Tasks, measure: Callable[[Sequence[Sample]], float | None], k: int = 1) -> dict[str, Any]:
-    """The mean of a measure over the tasks that have one, with its interval."""
+def _over(
+    tasks: Sequence[Sequence[Sample]], measure: Callable[[Sequence[Sample]], float | None], k: int = 1
+) -> dict[str, Any]:
     values = [value for task in tasks if (value := measure(task)) is not None]
     return {"value": _mean(values), "interval": list(mean_interval(values, k)) if values else None}
-
-
-def _rewards(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Mean reward and mean of each term, over the samples whose reward is whole: so the weighted terms sum up to it."""
-    paid = [sample for sample in samples if sample.reward is not None]
-    names = sorted({term for sample in paid for term in sample.terms})
-    values = {name: [value for sample in paid if (value := sample.terms.get(name)) is not None] for name in names}
-    return {
-        "reward": _mean([sample.reward for sample in paid if sample.reward is not None]),
-        "terms": {name: _mean(found) for name, found in values.items() if found},
-    }
-
-
-def _count(samples: Sequence[Sample], status: Status) -> int:
-    return sum(sample.status == status for sample in samples)
 
 
 def _mean(values: Sequence[float]) -> float | None:
