@@ -1,7 +1,7 @@
-"""Durable writes: whole files and rows, written so that a kill costs at most an open row and a full disk is said at once.
+"""Durable writes of whole files and rows: a kill loses at most an open row, and a full disk is an error at once.
 
 A row of a ``.jsonl`` file is appended whole or not at all; a torn last row (no newline) is no row. Whole files are written
-beside and renamed into place. Whatever cannot be written or read is a ``RecordError`` that names the file and the way out.
+beside their place and renamed. A failed write or read is a ``RecordError`` that names the file and the way out.
 """
 
 import errno
@@ -20,9 +20,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from sensorium.vocabulary.errors import RecordError, WriteFailed
 
-TIGHT = 64 * 1024
-"""Bytes free on a disk below which no run starts, and a failed write is blamed on it."""
-
+TIGHT = 64 * 1024  # free bytes on a disk below which no run starts
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PLACE = " (of a run: run_dir)"
 WAYS_OUT = {
@@ -35,13 +33,12 @@ WAYS_OUT = {
     errno.EACCES: f"Permission is missing: choose another place{PLACE}, or have it made writable.",
     errno.EPERM: f"Permission is missing: choose another place{PLACE}, or have it made writable.",
     errno.EEXIST: f"A file is in the way: remove it, or choose another place{PLACE}.",
-    errno.ENOTDIR: f"A file stands where a folder should be: remove it, or choose another place{PLACE}.",
-    errno.EISDIR: f"A folder stands where a file should be: remove it, or choose another place{PLACE}.",
+    errno.ENOTDIR: f"A file is where a folder should be: remove it, or choose another place{PLACE}.",
+    errno.EISDIR: f"A folder is where a file should be: remove it, or choose another place{PLACE}.",
     errno.ENOENT: f"No folder can be made there: choose another place{PLACE}.",
     errno.ENAMETOOLONG: f"The name is too long for this file system: choose another place{PLACE}.",
     errno.ELOOP: f"Its links lead in a circle: choose another place{PLACE}.",
 }
-"""What to do about a write that failed, by the system's number for it."""
 
 
 def to_line(row: Any) -> str:
@@ -51,12 +48,12 @@ def to_line(row: Any) -> str:
     """
     try:
         return to_json(row, inf_nan_mode="constants", fallback=_plain).decode() + "\n"
-    except PydanticSerializationError:  # bytes that are no text, half a surrogate pair: by the words of ``_plain``
+    except PydanticSerializationError:  # bytes that are no text, half a surrogate pair: converted by ``_plain``
         return json.dumps(row, separators=(",", ":"), ensure_ascii=False, default=_plain) + "\n"
 
 
 def append_row(path: Path, row: Any) -> None:
-    """Append one row, whole or not at all, after taking away a torn row left by a kill."""
+    """Append one row, whole or not at all, after removing a torn row left by a kill."""
     data = to_line(row).encode()
     with writing(path):
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -68,7 +65,7 @@ def append_row(path: Path, row: Any) -> None:
             try:
                 write_all(descriptor, data)
             except OSError:
-                with suppress(OSError):  # if this fails too, the torn row is no row, and the next append takes it away
+                with suppress(OSError):  # if this fails too, the next append removes the torn row
                     os.ftruncate(descriptor, end)
                 raise
         finally:
@@ -124,10 +121,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def drafted(path: Path, *, flushed: bool = True, shared: bool = False) -> Iterator[Path]:
-    """A hidden place beside ``path`` for a file or a folder; it takes the path's place if the block ends well.
+    """A hidden draft beside ``path`` for a file or a folder; it is renamed to the path if the block ends without error.
 
-    ``flushed``: it is on the disk before it is renamed; what can be made again need not wait for that. ``shared``: others
-    may write the same path at the same time, so the draft's name is this thread's own, and the last to end wins.
+    ``flushed``: it is on the disk before it is renamed. ``shared``: others may write the same path at the same time, so the
+    draft's name is this thread's own, and the last to end wins.
     """
     mark = f"{os.getpid()}.{threading.get_ident()}" if shared else "draft"
     draft = path.with_name(f".{path.name}.{mark}")
@@ -141,7 +138,7 @@ def drafted(path: Path, *, flushed: bool = True, shared: bool = False) -> Iterat
             shutil.rmtree(path)
         os.replace(draft, path)
     finally:
-        _remove(draft)  # on a full disk half a draft takes room that others need
+        _remove(draft)
 
 
 def read_json(path: Path, way_out: str) -> dict[str, Any]:
@@ -159,7 +156,7 @@ def read_json(path: Path, way_out: str) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """Have a file's content, or the names in a folder, on the disk when this returns."""
+    """Flush a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -178,7 +175,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What is written inside either succeeds or raises a ``RecordError`` that names the file and the way out."""
+    """Turn an OSError inside into a ``RecordError`` that names the file and the way out."""
     try:
         yield
     except OSError as error:
@@ -186,19 +183,19 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def refuse_full(folder: Path) -> None:
-    """Refuse a folder whose disk has less than ``TIGHT`` bytes left, as the first write of a run would much later."""
+    """Refuse a folder whose disk has less than ``TIGHT`` bytes left."""
     probe = folder / ".room.draft"
     with writing(folder):
         _remove(probe)  # a link or a pipe of that name must not be written through
         try:
-            probe.write_bytes(os.urandom(TIGHT))  # zeros take no room on some file systems
+            probe.write_bytes(os.urandom(TIGHT))  # zeros take no space on some file systems
             flush(probe)
         finally:
             _remove(probe)
 
 
 def cannot_write(path: object, error: OSError) -> WriteFailed:
-    """A failed write in words."""
+    """The error for a failed write, with the way out."""
     reason = error.strerror or str(error)
     way_out = WAYS_OUT.get(error.errno or 0, "Mend that, then run the command again.")
     return WriteFailed(f"cannot write '{path}': {reason}. {way_out} What was complete before is as it was.")
@@ -207,10 +204,10 @@ def cannot_write(path: object, error: OSError) -> WriteFailed:
 def full_disk_error(
     error: BaseException, place: Path | None = None, looked_at: frozenset[int] = frozenset()
 ) -> OSError | None:
-    """The system's error for a disk without room, if that is what an error, its cause or a part of it says.
+    """The system's error for a full disk, if an error, its cause or a part of it is one.
 
-    SQLite calls it an I/O error where its first pages find no room; then the disk of ``place`` is asked. ``looked_at`` are
-    errors that led here: one that was raised from its own group is part of its cause.
+    SQLite reports an I/O error where its first pages find no space; then the disk of ``place`` is asked. ``looked_at`` are
+    errors that led here, since an error may be raised from its own group.
     """
     if isinstance(error, OSError) and error.errno in FULL:
         return error
@@ -246,17 +243,16 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _refuse_pipe(path: Path) -> None:
-    """Refuse what is neither file nor folder: a pipe would be waited for, for ever."""
+    """Refuse a pipe or a device, which would block for ever."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError(errno.EINVAL, "a pipe or a device stands where a file should be")
+        raise OSError(errno.EINVAL, "a pipe or a device is where a file should be")
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value from what a user's code put into a row: numbers and arrays of numpy or torch, else its words."""
+    """A JSON value from an object of a user's code: numbers and arrays of numpy or torch, else its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _whole_rows(data: bytes) -> int:
-    """How many bytes of a file are whole rows."""
     return data.rfind(b"\n") + 1

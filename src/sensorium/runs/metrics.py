@@ -1,4 +1,11 @@
-"""metrics.jsonl and health.jsonl: one object a step, and what was found wrong with the run."""
+"""metrics.jsonl, one object a step, and health.jsonl, the findings about the run.
+
+A finding is written when it begins, now and then while it lasts, and when it is over, not at every step:
+
+    {"step": 3, "rule": "no_answer", "state": "began", "grave": true, "text": "exact found no answer …"}
+    {"step": 9, "rule": "no_answer", "state": "ended", "grave": true, "text": "…"}
+    {"step": 0, "sight": [{"kind": "picture", "tasks": 32, "shown": 0.5, "blanked": 0.5, "same": 32}]}
+"""
 
 import math
 from collections.abc import Mapping
@@ -12,15 +19,15 @@ FAMILIES = (
     "reward", "accuracy", "missing", "retries", "judge", "environment", "tasks", "groups", "episodes", "policy", "value",
     "mismatch", "packing", "eval", "sight", "health", "media", "time", "throughput", "memory",
 )  # fmt: skip
+# Metrics that differ between equal runs: of two runs one may be slower, or resumed with filled caches.
 UNREPEATABLE = (
     "media/", "time/", "throughput/", "memory/", "retries/", "judge/", "eval/judge/", "environment/hung", "wait/",
     "worker/", "engine/",
 )  # fmt: skip
-"""Metrics that differ between equal runs; a resumed one finds its caches filled and its judgements made."""
 
 
 def ordered(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics in their one order: families as the design lists them, the mean first, then by name."""
+    """Metrics in their one order: families in the order of ``FAMILIES``, the mean first, then by name."""
 
     def place(name: str) -> tuple[int, bool, str]:
         family = name.partition("/")[0]
@@ -47,23 +54,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def repeatable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the metrics that differ between equal runs: what two equal runs must agree on."""
+    """The metrics of a row in which equal runs agree."""
     return {name: value for name, value in row.items() if not name.startswith(UNREPEATABLE)}
 
 
 def _plain(value: Any) -> Any:
-    """A JSON number (or string) from what a metric is: a float, an int, a 0-d tensor or array."""
+    """A JSON number (or string) from a metric: a float, an int, a 0-d tensor or array."""
     if isinstance(value, str | bool) or value is None:
         return value
     number = value if isinstance(value, int | float) else value.item()
     return number if math.isfinite(number) else None
-
-
-# A finding is written when it begins, now and then while it lasts, and when it is over, not at every step:
-#
-#     {"step": 3, "rule": "no_answer", "state": "began", "grave": true, "text": "exact found no answer …"}
-#     {"step": 9, "rule": "no_answer", "state": "ended", "grave": true, "text": "…"}
-#     {"step": 0, "sight": [{"kind": "picture", "tasks": 32, "shown": 0.5, "blanked": 0.5, "same": 32}]}
 
 
 State = Literal["began", "goes on", "ended"]
@@ -87,7 +87,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Notice:
-    """A finding at a step where it is told."""
+    """A finding as it is reported at a step."""
 
     step: int
     rule: str
@@ -123,7 +123,7 @@ def write_sight(path: Path, step: int, results: list[SightResult]) -> None:
 
 @dataclass(frozen=True)
 class HealthRecord:
-    """What a run's health.jsonl holds: notices in order, and sight checks by step."""
+    """The content of health.jsonl: notices in order, and sight checks by step."""
 
     notices: tuple[Notice, ...] = ()
     sight: tuple[tuple[int, tuple[SightResult, ...]], ...] = ()
@@ -143,12 +143,9 @@ def read_health(path: Path) -> HealthRecord:
     sight: list[tuple[int, tuple[SightResult, ...]]] = []
     for row in read_rows(path):
         if "sight" in row:
-            sight.append((int(row["step"]), tuple(_sight(found) for found in row["sight"])))
+            names = SightResult.__dataclass_fields__
+            results = [SightResult(**{key: found[key] for key in names if key in found}) for found in row["sight"]]
+            sight.append((int(row["step"]), tuple(results)))
         else:
-            notices.append(Notice(**{key: row[key] for key in ("step", "rule", "state", "text", "grave")}))
+            notices.append(Notice(**{key: row[key] for key in Notice.__dataclass_fields__}))
     return HealthRecord(tuple(notices), tuple(sight))
-
-
-def _sight(found: dict[str, Any]) -> SightResult:
-    fields = ("kind", "tasks", "shown", "blanked", "same", "measure")
-    return SightResult(**{key: found[key] for key in fields if key in found})

@@ -1,8 +1,8 @@
 """Checkpoints: every one is a Hugging Face model with a ``trainer/`` folder beside it, complete or absent, never half.
 
 A checkpoint is written into a hidden folder, flushed, marked COMPLETE with the sizes and digests of its files, then renamed
-into place. A kill at any point, and a disk that is full, leave the last complete one as it was. A model with a number that
-is not finite is never written.
+into place. A kill at any point, or a full disk, leaves the last complete one as it was. A model with a number that is not
+finite is never written. After a non-finite update the batch is kept, so that ``replay`` can reproduce it.
 """
 
 import errno
@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import load_trained
@@ -43,7 +41,7 @@ from sensorium.vocabulary.errors import CheckpointError, LearnerLost, NonFiniteU
 
 
 class Checkpoints(CheckpointFolder):
-    """The ``checkpoints/`` folder of a run, to write into; ``keep`` of them stay."""
+    """The ``checkpoints/`` folder of a run, for writing; ``keep`` of them stay."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         super().__init__(folder)
@@ -52,10 +50,10 @@ class Checkpoints(CheckpointFolder):
     def save(
         self, step: int, learner: RunLearner, state: dict[str, Any], best: Best | None, protect: int | None = None
     ) -> Path:
-        """Write a checkpoint of the learner's policy and everything needed to go on exactly; then apply retention.
+        """Write a checkpoint of the policy and everything needed to continue exactly; then apply retention.
 
-        ``protect`` is the step of an earlier one that must stay, because what came after it may be damaged. Of those before
-        it some may go at once, so that no more room is needed than for ``keep``, the best and the draft.
+        ``protect`` is the step of an earlier one that must stay, because later ones may be damaged. Retention is applied
+        before, too, so that no more space is needed than for ``keep``, the best and the draft.
         """
         refuse_ruined(learner, step, self.complete)
         self._retain(self.best(), {protect})
@@ -105,7 +103,7 @@ class Checkpoints(CheckpointFolder):
 
 @contextmanager
 def _writing(draft: Path) -> Iterator[None]:
-    """A save that fails leaves no draft behind; a disk that is full is said in one sentence, whatever library meets it."""
+    """Remove the draft of a failed save; report a full disk in one sentence, whatever library found it."""
     try:
         with writing(draft):
             yield
@@ -122,25 +120,24 @@ def _writing(draft: Path) -> Iterator[None]:
 
 def _failed_write(error: Exception, draft: Path) -> RecordError | None:
     """The failed write behind a library's error; None if it was something else."""
-    # Of a rank's error, without what the learner says about going on: a full disk has a way out of its own.
+    # Of a rank's error only the cause: the learner's advice does not apply to a full disk.
     text = str(error.__cause__ if isinstance(error, LearnerLost) and error.__cause__ else error)
     words = ("No space left", "File too large", "Disk quota", "I/O error", "IoError", "file write failed", "unexpected pos")
     if not any(word in text for word in words):
         return None
     try:
-        with (draft / ".probe").open("wb") as probe:  # what the system says of a write of that size now
+        with (draft / ".probe").open("wb") as probe:  # which error a write gives now
             probe.write(b"\0" * (1 << 20))
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as reason:
         return cannot_write(draft, reason)
-    told = {"No space left": errno.ENOSPC, "Disk quota": errno.EDQUOT, "File too large": errno.EFBIG}
-    number = next((number for word, number in told.items() if word in text), errno.EIO)
+    numbers = {"No space left": errno.ENOSPC, "Disk quota": errno.EDQUOT, "File too large": errno.EFBIG}
+    number = next((number for word, number in numbers.items() if word in text), errno.EIO)
     return cannot_write(draft, OSError(number, text.splitlines()[0].rstrip(".")))
 
 
-KEPT = ("model", "recipe.yaml", "episodes.jsonl", "credit.pt")
-"""What lies in the folder of a kept batch, beside batch.json and media."""
+KEPT = ("model", "recipe.yaml", "episodes.jsonl", "credit.pt")  # in the folder of a kept batch, with batch.json and media
 
 
 def keep_batch(
@@ -153,7 +150,7 @@ def keep_batch(
     samples: Sequence[Sequence[CreditedEpisode]],
     error: NonFiniteUpdate,
 ) -> NonFiniteUpdate:
-    """Write model, learner state, episodes, advantages and media; returns the error with the command that reproduces it."""
+    """Keep model, learner state, episodes, advantages and media; returns the error with the command that reproduces it."""
     folder = directory.kept / step_name(step)
     shutil.rmtree(folder, ignore_errors=True)
     learner.save(folder / "model")
@@ -164,8 +161,13 @@ def keep_batch(
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media
     }:
         store.take(shown, media)
-    credited = [[(s.episode.id, s.advantages, _values_of(s), s.observed) for s in row] for row in samples]
-    save_state(credited, folder / "credit.pt")
+
+    def plain(sample: CreditedEpisode) -> tuple[Any, ...]:
+        critic = sample.critic_values
+        values = None if critic is None else (critic.values_P, critic.targets_P)
+        return sample.episode.id, sample.advantages, values, sample.observed
+
+    save_state([[plain(sample) for sample in row] for row in samples], folder / "credit.pt")
     write_whole(folder / "batch.json", json.dumps({"step": step, "loss": loss}))
     return NonFiniteUpdate(
         f"step {step}: {error} Nothing was updated. The batch and the weights are kept in '{folder}'; run "
@@ -203,8 +205,3 @@ def replay(folder: Path) -> dict[str, float]:
         return learner.step(samples, batch["loss"])
     finally:
         policy.chat.decoder.close()
-
-
-def _values_of(sample: CreditedEpisode) -> tuple[Tensor, Tensor] | None:
-    """What a critic is taught of a sample, as plain tensors."""
-    return None if sample.critic_values is None else (sample.critic_values.values_P, sample.critic_values.targets_P)
