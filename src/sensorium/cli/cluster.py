@@ -11,7 +11,7 @@ from sensorium.recipe.plan import placed_processes
 from sensorium.recipe.yaml import read_yaml
 from sensorium.report.terminal import Terminal, say
 from sensorium.runs.process_table import ProcessRow, RunProcesses, alive, process_state, read_processes
-from sensorium.runs.run_directory import RunDirectory, said_holder
+from sensorium.runs.run_directory import RunDirectory, last_holder
 from sensorium.vocabulary.errors import RecordError
 
 LATE_S = 60.0
@@ -54,7 +54,7 @@ def _early_end(found: RunProcesses) -> str:
 
 
 def _other_driver(directory: Path, found: RunProcesses) -> bool:  # started since, and nothing written yet
-    holder = said_holder(directory)
+    holder = last_holder(directory)
     if holder is None or holder[1] != socket.gethostname() or not alive(holder[0]):
         return False
     return holder[0] not in (row.pid for row in found.rows if row.part == "driver")
@@ -63,7 +63,7 @@ def _other_driver(directory: Path, found: RunProcesses) -> bool:  # started sinc
 def _without_processes(directory: Path) -> tuple[str, int]:
     recipe, _ = read_yaml((directory / "recipe.yaml").read_text(), str(directory / "recipe.yaml"))
     parts = placed_processes(recipe) if isinstance(recipe, dict) else ()
-    holder, listed = said_holder(directory), ", ".join(parts)
+    holder, listed = last_holder(directory), ", ".join(parts)
     again = RunDirectory(directory).how_to_continue()
     if not parts:
         text = (

@@ -190,7 +190,7 @@ def lock_run(folder: Path) -> Iterator[None]:
                 os.ftruncate(descriptor, 0)
 
 
-def said_holder(folder: Path) -> tuple[int, str] | None:
+def last_holder(folder: Path) -> tuple[int, str] | None:
     """Process id and host of the last holder of a run directory; it may have been killed since."""
     try:
         who = json.loads((folder / NAME).read_text())

@@ -85,7 +85,7 @@ class Trainer:
         self._demonstrations: tuple[int, int] | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
-        self._forget_played()  # the engine hears what learns and what is frozen
+        self._forget_played()  # gives the engine the learner's version and weights
         self.heartbeat = Heartbeat(directory.path, self._processes, self.total_steps)
         self._froze = False
 

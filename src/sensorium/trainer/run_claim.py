@@ -1,6 +1,6 @@
 """Claim a run directory: for a fresh run, to resume it with its own recipe, or to start it over.
 
-A resumed run may change keys that do not change what was computed: where the run lies, how long it is, how often it is
+A resumed run may change keys that do not change what was computed: where the run is, how long it is, how often it is
 evaluated and saved, what is logged, on which device and by which engine (with a note: log-probs may differ in last bits).
 """
 

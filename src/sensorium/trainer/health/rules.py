@@ -473,7 +473,7 @@ def bad_rows(facts: StepFacts) -> Finding | None:
 
 
 def _flat(facts: StepFacts) -> bool:
-    """True if for several steps no group told its members apart."""
+    """True if for several steps no group had members with different rewards."""
     rows = [*facts.history.rows, facts.row][-IN_A_ROW:]
     return len(rows) == IN_A_ROW and all(
         (row.get("groups/trained", 0) > 0 and row.get("groups/zero_variance") == row["groups/trained"])

@@ -1,4 +1,4 @@
-"""What can be known to go wrong before anything is spent: refused, or said, at the start."""
+"""Checks at the start of a run: refuse what cannot work, and note likely mistakes."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +12,7 @@ SMALLEST_RATE = 1e-10
 
 
 def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None:
-    """Refuse a warm start of tasks none of which has anything to learn from; ``tasks`` are a few of each source."""
+    """Refuse a warm start if no task has a demonstration; ``tasks`` are a few of each source."""
     steps = recipe.warm_start.steps
     if steps and tasks and not any(has_demonstration(task) for task in tasks):
         raise TaskError(
@@ -24,7 +24,7 @@ def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None
 
 
 def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
-    """What is likely a mistake, but may be meant."""
+    """Notes about likely mistakes."""
     lacking = [task for task in tasks if not has_demonstration(task)] if recipe.warm_start.steps else []
     if lacking:
         yield (
@@ -36,21 +36,22 @@ def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
             f"cluster.environments is {recipe.cluster.environments}, and the {len(tasks)} tasks looked at are questions, "
             "which the driver plays in place: unless later rows name an environment, the workers have nothing to do."
         )
-    sections = {"optimizer": recipe.optimizer if recipe.steps else None}
-    sections["warm_start.optimizer"] = recipe.warm_start.optimizer if recipe.warm_start.steps else None
-    for name, section in sections.items():
-        if section is not None and section.lr > LARGEST_RATE:
+    sections = {
+        "optimizer": (recipe.optimizer, recipe.steps),
+        "warm_start.optimizer": (recipe.warm_start.optimizer, recipe.warm_start.steps),
+    }
+    for name, (section, steps) in sections.items():
+        if steps and section.lr > LARGEST_RATE:
             yield (
                 f"{name}.lr {section.lr:g} is larger than most weights are, and AdamW moves every weight by about as much "
                 "in each update: the model will be ruined. 1e-6 to 1e-5 is usual for whole models."
             )
-        if section is not None and section.lr < SMALLEST_RATE:
+        if steps and section.lr < SMALLEST_RATE:
             yield (
                 f"{name}.lr {section.lr:g} is so small that no weight will change visibly: updates are made, nothing is "
                 "learned. 1e-6 to 1e-5 is usual for whole models."
             )
-        steps = recipe.steps if name == "optimizer" else recipe.warm_start.steps
-        if section is not None and section.warmup_steps >= steps:
+        if steps and section.warmup_steps >= steps:
             yield (
                 f"{name}.warmup_steps is {section.warmup_steps} and there are {steps} steps, so the learning rate never "
                 f"reaches {section.lr:g}; the last step has {section.lr * steps / (section.warmup_steps + 1):.1g} or so."
@@ -58,7 +59,7 @@ def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
 
 
 def long_demonstrations(recipe: Recipe, tasks: Sequence[Task], tokens: Callable[[str], int]) -> Iterator[str]:
-    """Demonstrations that the model could not write: ``tokens`` counts those of a response, its stop token included."""
+    """Notes about demonstrations that are too long to be sampled; ``tokens`` counts a response with its stop token."""
     if not recipe.warm_start.steps:
         return
     limit = recipe.rollout.max_new_tokens
@@ -71,7 +72,7 @@ def long_demonstrations(recipe: Recipe, tasks: Sequence[Task], tokens: Callable[
 
 
 def has_demonstration(task: Task) -> bool:
-    """True if a task, or its environment, can show how it is done."""
+    """True if a task, or its environment, has a demonstration."""
     if task.demonstration or task.environment is None:
         return bool(task.demonstration)
     return bool(getattr(resolve("environment", task.environment.name), "demonstrates", True))
