@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 
 from sensorium.recipe.load import load_recipe
 from sensorium.report.watcher import Metrics, Watcher
+from sensorium.runs.checkpoint_layout import ADAPTER_FOLDER, CheckpointFolder
 from sensorium.runs.metrics import read_metrics, repeatable
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import train
 
 
@@ -65,7 +67,7 @@ def train_recipe(recipe: str, directory: str, mode: str = "", copy: str = "") ->
         shutil.copytree(directory, copy, copy_function=copy_if_there)
 
     watchers: list[Watcher] = [Moment(mode, act)] if ":" in mode else [PhaseFile(Path(directory))]
-    saved = any((Path(directory) / "checkpoints").glob("step_*/COMPLETE"))
+    saved = bool(CheckpointFolder(RunDirectory(Path(directory)).checkpoints).complete())
     again = mode == "resume"
     found = load_recipe(Path(recipe), [f"run_dir={directory}"])
     train(found, resume=again and saved, restart=again and not saved, watchers=watchers)
@@ -104,7 +106,7 @@ def moved(run: Path) -> bool:
 
 def _same_bytes(run: Path) -> list[Path]:
     """Files that equal runs write byte for byte."""
-    folders = [run / "episodes", run / "eval", _last_checkpoint(run) / "adapter"]
+    folders = [run / "episodes", run / "eval", _last_checkpoint(run) / ADAPTER_FOLDER]
     return [path for folder in folders for path in folder.glob("*") if path.is_file()]
 
 

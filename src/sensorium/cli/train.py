@@ -75,7 +75,7 @@ def run(arguments: Namespace) -> int:
         raise NothingTrained(error.short) from error
     except (KeyboardInterrupt, EngineLost, MemoryExhausted, TaskError, MediaError) as error:
         ended = RunDirectory(recipe.directory)
-        if isinstance(error, KeyboardInterrupt) or any(ended.checkpoints.glob("step_*")):
+        if isinstance(error, KeyboardInterrupt) or CheckpointFolder(ended.checkpoints).steps():
             say(ended.how_to_continue(), console)
         raise
     say(f"report  {directory / 'report.html'}", console)
