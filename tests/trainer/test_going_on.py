@@ -454,7 +454,7 @@ def test_a_state_of_another_form_is_refused_by_its_checkpoint(file: str, state: 
     now = contents_of(folder)
     marker["files"] = {name: {"size": now[name].size, "digest": now[name].digest} for name in marker["files"]}
     (folder / "COMPLETE").write_text(json.dumps(marker))
-    with pytest.raises(CheckpointError, match=r"not one that this version can go on from"):
+    with pytest.raises(CheckpointError, match=r"this version"):
         train(load_recipe(run, ["steps=4"]), resume=True)
 
 

@@ -80,7 +80,7 @@ def test_a_score_that_is_no_number_leaves_its_episode_out_with_the_reason(value:
     members = group(episode(0, 1.0), episode(1, value), episode(2, 0.0))
     selection = select([members], "drop_episode", smallest=2)
     assert [e.id for e in selection.groups[0].episodes] == ["e0", "e2"]
-    assert selection.fates == {"e1": f"dropped: no number to train on (term0 paid {value:g})"}
+    assert selection.fates == {"e1": f"dropped: no number to train on (term0 gave {value:g})"}
 
 
 def test_scores_that_are_too_much_together_leave_their_episode_out() -> None:
