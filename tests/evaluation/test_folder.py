@@ -77,7 +77,7 @@ def test_clearing_takes_away_only_what_an_evaluation_wrote(tmp_path: Path) -> No
 
 def test_samples_of_nobody_are_refused(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text("{}\n")
-    with pytest.raises(CheckpointError, match=r"not what it was made of.*--fresh"):
+    with pytest.raises(CheckpointError, match=r"evaluation.json.*--fresh"):
         EvaluationFolder(tmp_path).take(CLAIM)
 
 
