@@ -145,7 +145,7 @@ def test_an_evaluation_of_a_run_and_of_a_recipe(tmp_path: Path) -> None:
         ({"steps": "many"}, "argument 'steps'"),
         ({"rewards": ["exat"]}, "did you mean 'exact'"),
         ({"batch.group_size.more": 1}, "has no 'more' inside"),
-        ({"optimizer": {"lr": print}}, "stands where a recipe has a plain value"),
+        ({"optimizer": {"lr": print}}, "where a recipe has a plain value"),
         ({"tasks": 7}, "give rows"),
     ],
 )
