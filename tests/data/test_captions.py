@@ -141,7 +141,7 @@ def test_a_reader_is_taught_what_the_caption_tells(options: dict[str, Any]) -> N
     source = CaptionReading(store=MediaStore(), kind="video", size=400, **options)
     letters: Counter[Any] = Counter()
     for i in range(400):
-        task, told = source[i], source.told(i)
+        task, told = source[i], source.parts(i)
         caption, _, *shown = task.messages[0].text.split("\n")
         words = caption.replace("[00:0", " ").replace("[0:0", " ").translate(str.maketrans(',]"', "   ")).split()
         facts = {name: value in words for name, value in source.scene(i).facts.items()}

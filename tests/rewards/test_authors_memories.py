@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from sensorium.rewards.judge_terms import usefulness_of
-from sensorium.systems.taskmem.reward import MemoryPay, bonuses, is_correct, paid_parts, written_memory
+from sensorium.systems.taskmem.reward import MemoryRewards, bonuses, is_correct, reward_parts, written_memory
 from sensorium.vocabulary.episode import Segment
 
 RECORDED = json.loads((Path(__file__).parent / "authors_memories.json").read_text())
-PAY = MemoryPay()
+PAY = MemoryRewards()
 
 
 def response(thought: int, opened: int, ended: int, description: str) -> Segment:
@@ -37,7 +37,7 @@ def paid(group: list[list[Any]]) -> list[float]:
     for i, value in zip(good, usefulness_of(places), strict=True):
         useful[i] = value
     return [
-        sum(paid_parts(PAY, memory, [i in good], bonus).values())
+        sum(reward_parts(PAY, memory, [i in good], bonus).values())
         for i, (memory, bonus) in enumerate(zip(memories, bonuses(PAY, useful), strict=True))
     ]
 

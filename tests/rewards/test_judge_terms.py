@@ -25,7 +25,7 @@ from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scorer, score_groups
 from sensorium.runs.episodes import read_transcripts
 from sensorium.runs.ledger import Ledger
-from sensorium.systems.taskmem.reward import MemoryPay
+from sensorium.systems.taskmem.reward import MemoryRewards
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
@@ -369,9 +369,8 @@ def test_the_facts_of_a_semantic_memory_are_judged_one_by_one(tmp_path: Path) ->
         return truthful(request)
 
     with judge_server(judge) as server:
-        assert (
-            build_term("episodic_memory", {"correctness": "judge"}, "test", RewardContext(MediaStore())).pay == MemoryPay()
-        )
+        term = build_term("episodic_memory", {"correctness": "judge"}, "test", RewardContext(MediaStore()))
+        assert term.rewards == MemoryRewards()
         options = {"correctness": "judge", "memory_length_threshold": 2}
         with scorer_of([("episodic_memory", options)], section_of(server.url), tmp_path) as (scorer, _):
             episodes = scored(scorer, [facts_group()])

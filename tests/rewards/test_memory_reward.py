@@ -5,18 +5,18 @@ import pytest
 from sensorium.data.planner import parse_facts, parse_memory
 from sensorium.rewards.judge_terms import usefulness_of
 from sensorium.systems.taskmem.reward import (
-    MemoryPay,
+    MemoryRewards,
     WrittenMemory,
     bonuses,
     faces_are_spelled,
     is_correct,
-    paid_parts,
+    reward_parts,
     think_reward,
     written_memory,
 )
 from sensorium.vocabulary.episode import Segment
 
-PAY = MemoryPay()
+PAY = MemoryRewards()
 
 
 def memory(think: int = 0, text: str | None = "a dog runs", tokens: int = 10) -> WrittenMemory:
@@ -27,7 +27,7 @@ def test_the_golden_group() -> None:
     useful = [1.0, 0.0, None, None]
     memories = [memory(1000), memory(1800), memory(500), memory(text=None)]
     paid = [
-        sum(paid_parts(PAY, one, [i < 2], bonus).values())
+        sum(reward_parts(PAY, one, [i < 2], bonus).values())
         for i, (one, bonus) in enumerate(zip(memories, bonuses(PAY, useful), strict=True))
     ]
     assert paid == pytest.approx([0.55, 0.0, -0.5, -1.5], abs=1e-12)
@@ -125,7 +125,7 @@ def test_each_fact_of_a_list_has_its_own_length_and_reward() -> None:
         Segment("model", (1,) * 30, text='</think>{"description": ["x"]}', byte_ends=tuple(range(1, 31))), 9, True
     )
     assert alone.lengths == (alone.memory_tokens,), "one description counts from </think> on"
-    parts = paid_parts(PAY, found, [True, False, True], 0.5)
+    parts = reward_parts(PAY, found, [True, False, True], 0.5)
     assert (parts["correct"], parts["usefulness"]) == pytest.approx((0.5, 0.05))
 
 

@@ -1,4 +1,4 @@
-"""Accuracy by type of question: each kind of answer is compared in its own way, some of them by degrees."""
+"""Accuracy by type of question: each kind of answer has its own comparison, some with partial scores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -10,9 +10,7 @@ from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
-Verdict = tuple[float, bool | None]
-"""A value in [0, 1], and right or wrong where that has a meaning."""
-
+Verdict = tuple[float, bool | None]  # a value in [0, 1], and right or wrong where that has a meaning
 YES_OR_NO = {"yes": True, "true": True, "y": True, "no": False, "false": False, "n": False}
 
 
@@ -21,11 +19,11 @@ class Unfit(ValueError):
 
 
 class AccuracyByType:
-    """Compares as the task's metadata ``type`` says, or ``default`` where it says nothing.
+    """Compares by the task's metadata ``type``, or by ``default`` without one.
 
     "multiple choice": the same letter (or words). "numerical": equal at two decimals. "ocr": 1 − word error rate.
     "regression": 1 − relative error. "multi-label" (also "emer_ov_mc"): F1 of the two sets. "judge": the same yes or no.
-    All within [0, 1]. Free-form answers need a judge. ``fallback`` takes the whole response where the tag is missing.
+    All within [0, 1]. Free-form answers need a judge. ``fallback`` uses the whole response where the tag is missing.
     """
 
     instant = True
@@ -39,16 +37,18 @@ class AccuracyByType:
             raise RecipeError(f"reward '{name}': there is no type '{default}'{nearest(default, list(COMPARE))}")
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
-        """One score; an answer that is missing is worth 0."""
-        told = str(task.metadata.get("type", self.default))
-        compare = COMPARE.get(plain(told))
+        """One score; a missing answer scores 0."""
+        kind = str(task.metadata.get("type", self.default))
+        compare = COMPARE.get(plain(kind))
         if compare is None:
-            raise TaskError(f"task {task.id}: answers of type '{told}' cannot be compared{nearest(told, list(COMPARE))}")
+            raise TaskError(f"task {task.id}: answers of type '{kind}' cannot be compared{nearest(kind, list(COMPARE))}")
         given = given_answer(episode, fallback=self.fallback)
         try:
             value, correct = compare(expected_answers(task), given if given is not None else "")
         except Unfit as error:
-            raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} is {error}, as type '{told}' asks.") from error
+            raise TaskError(
+                f"task {task.id}: the answer {task.answer!r:.80} is {error}, as type '{kind}' requires."
+            ) from error
         return (Score(self.name, value, correct=correct),)
 
     def extract(self, task: Task, episode: Episode) -> str | None:
@@ -58,9 +58,9 @@ class AccuracyByType:
         return None if compare is None or given is None else READ[compare](given) or None
 
 
-def plain(told: str) -> str:
+def plain(kind: str) -> str:
     """A type's name without case and punctuation."""
-    return " ".join(re.findall(r"[a-z0-9/]+", told.lower()))
+    return " ".join(re.findall(r"[a-z0-9/]+", kind.lower()))
 
 
 def multiple_choice(known: Sequence[str], given: str) -> Verdict:
@@ -136,7 +136,7 @@ COMPARE: dict[str, Callable[[Sequence[str], str], Verdict]] = {
     "judge": yes_or_no,
     "yes/no": yes_or_no,
 }
-
+# An answer in the form in which a comparison sees it.
 READ: dict[Callable[[Sequence[str], str], Verdict], Callable[[str], str | None]] = {
     multiple_choice: lambda given: choice_letter(given) or alphanumeric(given),
     numerical: lambda given: _shown(number(given), 2),
@@ -145,7 +145,6 @@ READ: dict[Callable[[Sequence[str], str], Verdict], Callable[[str], str | None]]
     multi_label: lambda given: ",".join(sorted(set(_labels(given)))),
     yes_or_no: lambda given: {True: "yes", False: "no", None: None}[YES_OR_NO.get(alphanumeric(given))],
 }
-"""An answer in the form in which a comparison sees it."""
 
 
 def _shown(value: float | None, decimals: int | None) -> str | None:

@@ -1,4 +1,4 @@
-"""CapRL's rows: videos (JSONL) or pictures (Parquet) to be described, with questions about them.
+"""CapRL's rows: videos (JSONL) or pictures (Parquet) to describe, with questions about them.
 
     {"prompt": [{"role": "user", "content": "<video>\nDescribe…"}], "videos": ["a.mp4"], "data_source": "video_caption_rl",
      "reward_model": {"ground_truth": [{"question": …, "choices": ["A. x", …], "answer": "B"}]}}
@@ -27,10 +27,7 @@ COLUMNS = {
 
 
 class CaptionRows:
-    """The rows of ``path``. ``kind``: "video" or "image"; by default what the first row has: ``videos``, or ``image``.
-
-    The other options are those of all rows in files.
-    """
+    """The rows of ``path``. ``kind``: "video" or "image"; by default by the first row's column, ``videos`` or ``image``."""
 
     def __init__(
         self,
@@ -40,7 +37,12 @@ class CaptionRows:
         **options: Unpack[FileRowOptions],
     ) -> None:
         in_parquet = Path(path).suffix == ".parquet"
-        found = _kind(first_row(Path(path)), in_parquet) if kind == "auto" else kind
+        found: str = kind
+        if kind == "auto":
+            row = first_row(Path(path))
+            has_video, has_image = (row.get(name) is not None for name in ("videos", "image"))
+            by_form = not in_parquet  # CapRL's files have videos in JSONL and pictures in Parquet
+            found = "video" if (has_video if has_video != has_image else by_form) else "image"
         if found not in COLUMNS:
             raise RecipeError(f"caprl: kind is '{kind}'; it is auto, video or image.")
         options = {"columns": COLUMNS[found], **options}
@@ -65,7 +67,7 @@ class CaptionRows:
 
 
 def first_row(path: Path) -> Mapping[str, Any]:
-    """The first row as it stands in the file; empty where it cannot be read, which whoever reads all rows says."""
+    """The first row of a file; empty if it cannot be read, which the reader of all rows reports."""
     try:
         if path.suffix == ".parquet":
             from pyarrow import ArrowException, parquet
@@ -81,14 +83,6 @@ def first_row(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, OverflowError):
         return {}
     return row if isinstance(row, dict) else {}
-
-
-def _kind(row: Mapping[str, Any], in_parquet: bool) -> str:
-    """What a row is about; one that has neither column, or both, is what CapRL's files of that form hold."""
-    has_video, has_image = (row.get(name) is not None for name in ("videos", "image"))
-    if has_video != has_image:
-        return "video" if has_video else "image"
-    return "image" if in_parquet else "video"
 
 
 def ground_truth(raw: Any) -> list[CaptionQuestion]:

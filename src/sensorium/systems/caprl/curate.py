@@ -1,6 +1,7 @@
 """Keep the questions of CapRL rows that a model answers when it sees the picture or video, and not without."""
 
 import asyncio
+import hashlib
 import json
 import sys
 import time
@@ -8,20 +9,25 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from sensorium.cluster.event_loop import run_async
 from sensorium.data.media_store import MediaStore
 from sensorium.rewards.judges.client import JudgeClient
+from sensorium.rewards.judges.request import JudgeRequest
 from sensorium.systems.caprl.caption_rows import CaptionRows, first_row, ground_truth
-from sensorium.systems.caprl.questions import question_of
+from sensorium.systems.caprl.questions import CaptionQuestion, drawn, question_of
 from sensorium.systems.caprl.serve_reward import judges_section
-from sensorium.systems.caprl.terms import Curation, answered, as_judged, described
+from sensorium.systems.caprl.terms import FirstLetter, as_judged, described
+from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError
 
 USAGE = "sensorium curate ROWS OUT --reader URL --model NAME [--draws N] [--seen-above 0.75] [--blind-below 0.25] …"
 FIRST_QUESTIONS = 3
-TELL_S = 30.0
+REPORT_EVERY_S = 30.0
+ASKED = "Answer the question. Reply with the letter of one option and nothing else.\n\n"
+BLIND = "You are not shown what the question is about. Answer as well as you can. "
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -70,16 +76,15 @@ def run(arguments: Namespace) -> int:
     _refuse_another_folder(Path(arguments.rows), out)
     store = MediaStore()
     source = CaptionRows(arguments.rows, store, limit=arguments.limit)
-    curation = Curation("reader", arguments.draws, arguments.seen_above, arguments.blind_below)
     cache = Path(arguments.cache) if arguments.cache else out.with_name(out.name + ".answers.sqlite")
     section = judges_section(arguments.reader, arguments.model, arguments.key_env, cache, arguments.calls)
     with closing(JudgeClient(section.model_copy(update={"retries": 1}), store)) as client:
-        run_async(_refuse_silent_readers(client, curation, source, arguments.reader))
+        run_async(_refuse_silent_readers(client, arguments, source))
     with closing(JudgeClient(section, store)) as client:
-        found = run_async(_tried(client, curation, source, arguments.calls))
+        found = run_async(_tried(client, arguments, source))
     report = out.with_name(out.name + ".curation.json")
     report.write_text(json.dumps(found, indent=1) + "\n")
-    rates = told_rates(found, curation)
+    rates = rates_text(found, arguments.seen_above, arguments.blind_below)
     kept = write_kept(Path(arguments.rows), out, found)
     if not kept:
         raise TaskError(
@@ -90,21 +95,21 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def told_rates(found: Sequence[Mapping[str, Any]], curation: Any) -> str:
-    """How many questions were kept, could be answered with the medium and without it, and could not be tried."""
+def rates_text(found: Sequence[Mapping[str, Any]], seen_above: float, blind_below: float) -> str:
+    """The numbers of questions kept, answered with the medium and without it, and not tried."""
     questions = [one for row in found for one in row["questions"]]
     tried = [one for one in questions if one["keep"] is not None]
-    seen = sum(one["seen"] > curation.seen_above for one in tried)
-    guessed = sum(one["blind"] >= curation.blind_below for one in tried)
+    seen = sum(one["seen"] > seen_above for one in tried)
+    guessed = sum(one["blind"] >= blind_below for one in tried)
     rows = sum(any(one["keep"] for one in row["questions"]) for row in found)
-    told = (
+    text = (
         f"{len(questions)} questions of {len(found)} rows: {sum(bool(one['keep']) for one in tried)} kept, in {rows} rows; "
         f"{len(questions) - len(tried)} could not be tried{_first_reason(questions)}. Of the {len(tried)} tried, {seen} "
-        f"were answered with the picture or video (in more than {curation.seen_above:g} of the tries) and {guessed} "
-        f"without it (in {curation.blind_below:g} of them or more)."
+        f"were answered with the picture or video (in more than {seen_above:g} of the tries) and {guessed} "
+        f"without it (in {blind_below:g} of them or more)."
     )
     unread = sum("reason" in row for row in found)
-    return told + (f" {unread} rows could not be read{_first_reason(found)}." if unread else "")
+    return text + (f" {unread} rows could not be read{_first_reason(found)}." if unread else "")
 
 
 def _first_reason(found: Sequence[Mapping[str, Any]]) -> str:
@@ -113,7 +118,7 @@ def _first_reason(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _refuse_another_folder(rows: Path, out: Path) -> None:
-    """Rows name files by paths from their own folder: in another one they would name nothing."""
+    """Rows name files relative to their own folder, so OUT must be in it."""
     row = first_row(rows)
     media = [row.get("image"), *(videos if isinstance(videos := row.get("videos"), list) else [videos])]
     paths = [one.get("path") if isinstance(one, dict) and one.get("bytes") is None else one for one in media]
@@ -125,13 +130,28 @@ def _refuse_another_folder(rows: Path, out: Path) -> None:
         )
 
 
-async def _refuse_silent_readers(client: Any, curation: Any, source: Any, readers: Sequence[str]) -> None:
-    """Ask a question first: rows of which none can be read, and readers that answer nothing, are said at once."""
+async def answered(client: JudgeClient, question: CaptionQuestion, media: Media | None, draws: int) -> float:
+    """The share of right answers, with a medium or without. JudgeFailure if any try was not answered."""
+    random = Random(hashlib.sha256(f"0 {question}".encode()).hexdigest())
+    before, shown = (BLIND + ASKED, ()) if media is None else (ASKED, (media,))
+    requests, letters = [], []
+    for number in range(draws):
+        draw = drawn(question, random)
+        message = Message("user", (*shown, Text(before + draw.text)))
+        parameters = {"temperature": 0.6, "max_tokens": 10, "seed": number}
+        requests.append(JudgeRequest("reader", (message,), "curation/1", FirstLetter(), parameters, number))
+        letters.append(draw.letter)
+    answers = await asyncio.gather(*(client.ask(request) for request in requests))
+    return sum(answer.value == letter for answer, letter in zip(answers, letters, strict=True)) / draws
+
+
+async def _refuse_silent_readers(client: JudgeClient, arguments: Namespace, source: Any) -> None:
+    """Ask one question first, to report at once that no row can be read or that no reader answers."""
     unread, unanswered = list[str](), list[str]()
     for index in range(len(source)):
         try:
             questions, media = _questions(source, index)
-            await answered(client, curation, questions[0], media)
+            await answered(client, questions[0], media, arguments.draws)
             return
         except TaskError as error:
             unread.append(str(error))
@@ -141,7 +161,7 @@ async def _refuse_silent_readers(client: Any, curation: Any, source: Any, reader
             break
     if unanswered:
         raise RecipeError(
-            f"curate: {', '.join(readers)} answered none of the first {len(unanswered)} questions: "
+            f"curate: {', '.join(arguments.reader)} answered none of the first {len(unanswered)} questions: "
             f"{unanswered[0].rstrip('.')}. Is the server running, is the address right (with its /v1), and does "
             "the model take pictures?"
         )
@@ -150,33 +170,33 @@ async def _refuse_silent_readers(client: Any, curation: Any, source: Any, reader
 
 
 def _questions(source: Any, index: int) -> tuple[list[Any], Any]:
-    """The questions of a row, and what they are about."""
+    """The questions of a row, and their picture or video."""
     task = source[index]
     return [question_of(raw) for raw in task.metadata["questions"]], as_judged(described(task))
 
 
-async def _tried(client: Any, curation: Any, source: Any, at_once: int) -> list[dict[str, Any]]:
-    """What was found of each row's questions; one that the servers did not answer is kept out, and says why."""
-    gate = asyncio.Semaphore(max(1, at_once // (2 * curation.draws)))
-    told_at, done = time.monotonic(), 0
+async def _tried(client: JudgeClient, arguments: Namespace, source: Any) -> list[dict[str, Any]]:
+    """The findings for each row's questions; one that was not answered is left out, with the reason."""
+    gate = asyncio.Semaphore(max(1, arguments.calls // (2 * arguments.draws)))
+    reported_at, done = time.monotonic(), 0
 
     async def one(question: Any, media: Any) -> dict[str, Any]:
-        nonlocal told_at, done
+        nonlocal reported_at, done
         try:
-            seen, blind = await asyncio.gather(
-                answered(client, curation, question, media), answered(client, curation, question, None)
-            )
+            tries = [answered(client, question, shown, arguments.draws) for shown in (media, None)]
+            seen, blind = await asyncio.gather(*tries)
         except JudgeFailure as error:
             return {"question": question.stem, "keep": None, "reason": str(error)}
         finally:
             done += 1
-            if time.monotonic() > told_at + TELL_S:
-                told_at = time.monotonic()
+            if time.monotonic() > reported_at + REPORT_EVERY_S:
+                reported_at = time.monotonic()
                 print(f"curate: {done} questions tried, of {len(source)} rows", file=sys.stderr, flush=True)
-        return {"question": question.stem, "seen": seen, "blind": blind, "keep": curation.keeps(seen, blind)}
+        keep = seen > arguments.seen_above and blind < arguments.blind_below
+        return {"question": question.stem, "seen": seen, "blind": blind, "keep": keep}
 
     async def row(index: int) -> dict[str, Any]:
-        async with gate:  # a row is read when its turn has come: all at once would not fit into memory
+        async with gate:  # rows are read one by one: all at once would not fit into memory
             try:
                 questions, media = _questions(source, index)
             except TaskError as error:
@@ -187,25 +207,24 @@ async def _tried(client: Any, curation: Any, source: Any, at_once: int) -> list[
 
 
 def write_kept(rows: Path, out: Path, found: list[dict[str, Any]]) -> int:
-    """Write the rows that keep a question, with those alone; how many there are. None: no file."""
-
-    def kept(row: dict[str, Any], tried: list[dict[str, Any]]) -> dict[str, Any]:
-        truth = ground_truth(row["reward_model"]["ground_truth"])
-        left = [question.to_json() for question, one in zip(truth, tried, strict=True) if one["keep"]]
-        return {**row, "reward_model": {**row["reward_model"], "ground_truth": left}}
-
-    if rows.suffix == ".parquet":
+    """Write the rows with the questions that they keep, and return their number; without any, no file."""
+    in_parquet = rows.suffix == ".parquet"
+    if in_parquet:
         import pyarrow
         from pyarrow import parquet
 
         raw = parquet.read_table(rows).to_pylist()
     else:
         raw = [json.loads(line) for line in rows.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    chosen = [kept(raw[one["row"]], one["questions"]) for one in found if any(q["keep"] for q in one["questions"])]
-    if not chosen:
-        return 0
-    if rows.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(chosen), out)
-    else:
-        out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen))
-    return len(chosen)
+    kept = []
+    for one in found:
+        if any(question["keep"] for question in one["questions"]):
+            row = raw[one["row"]]
+            truth = zip(ground_truth(row["reward_model"]["ground_truth"]), one["questions"], strict=True)
+            left = [question.to_json() for question, tried in truth if tried["keep"]]
+            kept.append({**row, "reward_model": {**row["reward_model"], "ground_truth": left}})
+    if kept and in_parquet:
+        parquet.write_table(pyarrow.Table.from_pylist(kept), out)
+    elif kept:
+        out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+    return len(kept)

@@ -1,12 +1,12 @@
-"""Pictures and videos of a shape to be described, with questions about them.
+"""Pictures and videos of a shape to describe, with questions about them.
 
     of a picture:   a red circle top left              What colour is it? What shape is it?
     of a video:     [00:02] a red circle top left      … and: When does it come? 1, 2, 3 or 4
 
-In a video nothing is seen until the shape comes. ``CaptionedShapes`` is for captioners (``caption_reading`` has tasks for
-readers). Its demonstrations are reticent: each part is told with a probability, else something vague stands there, so that
-a model that learned from them can see and speak, but tells too little. Which things belong to the test split is decided by
-what they are.
+In a video nothing is seen until the shape comes. ``CaptionedShapes`` trains captioners. Its demonstrations are incomplete:
+each part is given with a probability, else something vague, so that a model that learned from them can see and speak but
+says too little. ``CaptionReading`` trains readers: a caption and a question, whose answer is "can not answer" where the
+caption lacks the fact. A scene's content decides its split.
 """
 
 import hashlib
@@ -32,28 +32,26 @@ SECONDS = ("1", "2", "3", "4")
 VAGUE = {"colour": "", "shape": "shape", "second": "0"}
 FPS = 2
 TEST_SHARE = 4
-VARIANTS = 8
-"""Drawings of one thing in one place that training shows: videos are made once each. Of the test split each is its own."""
-
+VARIANTS = 8  # drawings of one thing in one place in the train split; in the test split every task has its own
 Kind = Literal["picture", "video"]
 
 
 @dataclass(frozen=True)
 class CaptionedScene:
-    """A thing, and the second at which it comes (of a video)."""
+    """A thing, and the second at which it comes (in a video)."""
 
     thing: Thing
     second: str = ""
 
     @property
     def facts(self) -> dict[str, str]:
-        """What can be asked about."""
+        """The facts that questions ask about."""
         known = {"colour": self.thing.colour, "shape": self.thing.shape}
         return known | ({"second": self.second} if self.second else {})
 
-    def caption(self, told: Sequence[str] = ("colour", "shape", "second")) -> str:
-        """What is seen; of what is not to be told something vague is said."""
-        words = {name: value if name in told else VAGUE[name] for name, value in self.facts.items()}
+    def caption(self, parts: Sequence[str] = ("colour", "shape", "second")) -> str:
+        """A caption with these parts, and something vague for the others."""
+        words = {name: value if name in parts else VAGUE[name] for name, value in self.facts.items()}
         stamp = f"[00:0{words['second']}] " if self.second else ""
         return stamp + " ".join(filter(None, ("a", words["colour"], words["shape"], PLACES[self.thing.quarter])))
 
@@ -79,18 +77,19 @@ class CaptionedScenes:
         return self.size
 
     def scene(self, index: int) -> CaptionedScene:
-        """What task ``index`` is about; drawn again until it belongs to this split."""
+        """The scene of task ``index``: drawn again until it belongs to this split."""
         if not 0 <= index < self.size:
             raise IndexError(f"{self.name}: there is no task {index} among {self.size}")
         random = self.random("scene", index)
         second = random.choice(SECONDS) if self.kind == "video" else ""
         while True:
             thing = Thing(random.choice(list(COLOURS)), random.choice(SHAPES), random.randrange(4))
-            if _is_test(thing) == (self.split == "test"):
+            digest = hashlib.sha256(f"{thing.colour} {thing.shape} {thing.quarter}".encode()).digest()
+            if (digest[0] % TEST_SHARE == 0) == (self.split == "test"):
                 return CaptionedScene(thing, second)
 
-    def told(self, index: int) -> list[str]:
-        """The parts that a caption tells: each with the probability ``telling``."""
+    def parts(self, index: int) -> list[str]:
+        """The parts that a caption has, each with the probability ``telling``."""
         random = self.random("told", index)
         return [name for name in self.scene(index).facts if random.random() < self.telling]
 
@@ -100,9 +99,9 @@ class CaptionedScenes:
 
 
 class CaptionedShapes(CaptionedScenes):
-    """Pictures or videos to be described. ``picture``: "own", "blank", or "swapped" (another one than is asked about).
+    """Pictures or videos to describe. ``picture``: "own", "blank", or "swapped" (that of another task).
 
-    ``telling`` is how much the demonstrations tell.
+    ``telling`` is the probability of each part in demonstrations.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class CaptionedShapes(CaptionedScenes):
             id=name if self.picture == "own" else f"{name}/{self.picture}",
             messages=(user(self._shown(index), ASKED[self.kind]),),
             answer=scene.caption(),
-            demonstration=(scene.caption(self.told(index)),),
+            demonstration=(scene.caption(self.parts(index)),),
             metadata={"questions": [question.to_json() for question in scene.questions()]},
         )
 
@@ -157,19 +156,6 @@ class CaptionedShapes(CaptionedScenes):
         return self.store.put(encode_clip(np.stack(frames), FPS), "video", origin, asked)
 
 
-def _is_test(thing: Thing) -> bool:
-    """Whether a thing in its place belongs to the test split: a quarter of all, by content."""
-    body = f"{thing.colour} {thing.shape} {thing.quarter}".encode()
-    return hashlib.sha256(body).digest()[0] % TEST_SHARE == 0
-
-
-# "a red circle top left" form letter: the question with shuffled options, as a reward service asks it → B What colour
-# is it? form open: the question alone → red A) blue B) red … form spelled: as letter, and the option is written out →
-# B) red of what a caption does not tell, the answer is "can not answer" ``wording``: "plain" captions are those of
-# ``captioned_shapes``. "free" ones tell the same in other words and orders, and questions are put in other words: for a
-# reader that takes no part in training and shall read captions all the same.
-
-
 FORMS = ("letter", "open", "spelled")
 WORDINGS, CAPTIONS = ("plain", "free"), ("own", "blank", "swapped")
 OTHER_STEMS = {
@@ -182,11 +168,14 @@ STAMPS = ("[00:0{}]", "[00:0{}]", "[0:0{}]", "at {}", "second {}")
 
 
 class CaptionReading(CaptionedScenes):
-    """Captions and questions for a reader. ``choices`` says among how many options a question asks: one is drawn.
-    ``facts`` names what is asked about (colour, shape; second of a video); default: everything.
+    """Captions and questions for a reader.
 
-    ``caption``: "own"; or "blank" or "swapped" (another scene's), to see whether a reader answers from the caption alone:
-    the answer is then what is true of the scene all the same.
+    ``form``: "letter" asks with shuffled options, as a reward service does (B); "open" asks without options (red);
+    "spelled" wants letter and option (B) red). ``wording``: "plain" captions are those of ``captioned_shapes``; "free" ones
+    and their questions vary words and order, for a reader that is not trained together with the captioner. ``choices`` are
+    numbers of options, of which one is drawn. ``facts`` to ask about are colour, shape and, of a video, second; default:
+    all. ``caption``: "own"; or "blank" or "swapped" (another scene's), to test whether a reader answers from the caption
+    alone: the answer is then still the scene's.
     """
 
     def __init__(
@@ -220,33 +209,32 @@ class CaptionReading(CaptionedScenes):
         self.facts = tuple(fact for fact in known_facts if not facts or fact in facts)
 
     def __getitem__(self, index: int) -> Task:
-        scene, parts, random = self.scene(index), self.told(index), self.random("draw", index)
+        scene, parts, random = self.scene(index), self.parts(index), self.random("draw", index)
         asked, name = self._question(scene, random)
-        told = name in parts or self.caption != "own"
+        known = name in parts or self.caption != "own"
         prompt = asked.prompt(self._caption(index, random), self.prompt)
-        letter = asked.letter if told else asked.letters[-1]
-        said = asked.question.choices[asked.question.answer] if told else CANNOT
+        letter = asked.letter if known else asked.letters[-1]
+        option = asked.question.choices[asked.question.answer] if known else CANNOT
         if self.form == "open":
             prompt = prompt.removesuffix(asked.text) + asked.question.stem
-        answer = {"letter": letter, "open": said, "spelled": f"{letter}) {said}"}[self.form]
+        answer = {"letter": letter, "open": option, "spelled": f"{letter}) {option}"}[self.form]
         return Task(
             id=f"{self.name}/{self.kind}/{self.split}/{self.seed}/{index}",
             messages=(user(prompt),),
             answer=answer,
             demonstration=(answer,),
-            metadata={"category": "told" if told else "not told"},
+            metadata={"category": "told" if known else "not told"},
         )
 
     def _caption(self, index: int, random: Random) -> str:
-        """What the reader is shown."""
         if self.caption == "blank":
             return ""
         other = (index + self.size // 2 + 1) % self.size if self.caption == "swapped" else index
-        scene, parts = self.scene(other), self.told(other)
+        scene, parts = self.scene(other), self.parts(other)
         return scene.caption(parts) if self.wording == "plain" else free_caption(scene, parts, random)
 
     def _question(self, scene: CaptionedScene, random: Random) -> tuple[DrawnQuestion, str]:
-        """A question as it is asked, and which fact it is about."""
+        """A drawn question, and the fact that it asks for."""
         name = self.facts[random.randrange(len(self.facts))]
         question = scene.questions()[list(scene.facts).index(name)]
         if self.wording == "free":
@@ -260,13 +248,13 @@ class CaptionReading(CaptionedScenes):
 
 
 def free_caption(scene: CaptionedScene, parts: Sequence[str], random: Random) -> str:
-    """The parts told in an order and with words drawn at random; of the others something vague is said, or nothing."""
-    told = {name: value if name in parts else VAGUE[name] for name, value in scene.facts.items()}
-    stamp = told.pop("second", "")
-    words = [word for word in told.values() if word and (word not in VAGUE.values() or random.random() < 0.5)]
+    """A caption with these parts, in random words and order, and something vague or nothing for the others."""
+    known = {name: value if name in parts else VAGUE[name] for name, value in scene.facts.items()}
+    stamp = known.pop("second", "")
+    words = [word for word in known.values() if word and (word not in VAGUE.values() or random.random() < 0.5)]
     if random.random() < 0.7:
         words.append(PLACES[scene.thing.quarter])
     random.shuffle(words)
-    said = " ".join(filter(None, (part for word in words for part in (random.choice(JOINERS), word))))
+    text = " ".join(filter(None, (part for word in words for part in (random.choice(JOINERS), word))))
     stamps = random.choice(STAMPS).format(stamp) if stamp and (stamp != VAGUE["second"] or random.random() < 0.5) else ""
-    return " ".join(filter(None, (stamps, said) if random.random() < 0.8 else (said, stamps))).replace(" ,", ",")
+    return " ".join(filter(None, (stamps, text) if random.random() < 0.8 else (text, stamps))).replace(" ,", ",")

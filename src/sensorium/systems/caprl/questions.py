@@ -1,11 +1,11 @@
-"""Questions with options about a picture or video, asked of who reads its caption alone (CapRL).
+"""Multiple-choice questions about a picture or video, for a reader that sees its caption alone (CapRL).
 
     question = question_of({"question": "Which colour?", "choices": ["A. red", "B. blue"], "answer": "B"})
     question.choices, question.answer             → ("red", "blue"), 1
     draw = drawn(question, Random(0))             options in another order, and one more: "can not answer"
     draw.text, draw.letter                        → "Which colour?\nA) blue\nB) red\nC) can not answer", "A"
 
-Options that carry letters of their own lose them: shuffled, they would contradict the letters of their places.
+Options lose letters of their own: shuffled, these would contradict the letters of their places.
 """
 
 import json
@@ -17,16 +17,15 @@ from string import ascii_uppercase
 from typing import Any
 
 CANNOT = "can not answer"
-CAPRL_CANNOT = "Can not answer based on the caption"
-"""The same option in CapRL's data; every draw adds its own."""
+CAPRL_CANNOT = "Can not answer based on the caption"  # the same option in CapRL's data; every draw adds its own
 MOST_CHOICES = len(ascii_uppercase) - 1
 LETTERED = re.compile(r"\s*\(?([A-Za-z])\s*[.):、]\s*(?=\S)", re.ASCII)
 PREAMBLE = re.compile(
     r"^\W*(?:the\s+)?(?:correct\s+)?(?:answer|option)\b(?:\s+is\b)?\W*(?=[A-Za-z])", re.ASCII | re.IGNORECASE
 )
+# An option of CapRL's wire form, ``- A) x``. Rows with "a) x" come as ``- a) x``; without the dash, capitals only.
 OPTION_LINE = re.compile(r"^\s*(?:-\s*\(?([A-Za-z])|\(?([A-Z]))[.)]\s*(.*\S)\s*$", re.ASCII)
-"""An option of CapRL's wire form, ``- A) x``. Rows that say "a) x" come as ``- a) x``; without the dash, capitals only."""
-
+# Prompts of readers. ``short`` is for models that were trained on nothing else.
 PROMPTS = {
     "plain": (
         "Below is a caption, as a JSON string, and a question. Answer from the caption alone: you know nothing else. What "
@@ -35,30 +34,29 @@ PROMPTS = {
     ),
     "short": "{caption}\n{question}",
 }
-"""How a reader is asked, by name. ``short`` is for models that were trained on nothing else."""
 
 
 @dataclass(frozen=True)
 class CaptionQuestion:
-    """A question, its options without letters, and which of them is right."""
+    """A question, its options without letters, and the place of the right one."""
 
     stem: str
     choices: tuple[str, ...]
     answer: int
 
     def to_json(self) -> dict[str, Any]:
-        """As rows have it."""
+        """The question in the form of rows."""
         return {"question": self.stem, "choices": list(self.choices), "answer": ascii_uppercase[self.answer]}
 
     def block(self) -> str:
-        """As CapRL's clients send it: the options one a line below the stem."""
+        """The question as CapRL's clients send it: the options one a line below the stem."""
         lines = (f"   - {letter}) {choice}" for letter, choice in zip(ascii_uppercase, self.choices, strict=False))
         return "\n".join((self.stem, *lines))
 
 
 @dataclass(frozen=True)
 class DrawnQuestion:
-    """A question as it is asked once: options in an order of their own, the last one "can not answer"."""
+    """A question with shuffled options, and "can not answer" as the last one."""
 
     question: CaptionQuestion
     order: tuple[int, ...]
@@ -71,16 +69,16 @@ class DrawnQuestion:
 
     @property
     def letter(self) -> str:
-        """The right one."""
+        """The right letter."""
         return ascii_uppercase[self.order.index(self.question.answer)]
 
     @property
     def letters(self) -> str:
-        """All letters there are."""
+        """All letters."""
         return ascii_uppercase[: len(self.order) + 1]
 
     def prompt(self, caption: str, style: str = "plain") -> str:
-        """What a reader is asked. The caption is a JSON string, so nothing inside it can end it."""
+        """The reader's prompt. The caption is a JSON string, so that nothing inside can end it."""
         quoted = json.dumps(caption, ensure_ascii=False)
         return PROMPTS[style].replace("{question}", self.text).replace("{caption}", quoted)
 
@@ -107,7 +105,8 @@ def question_of_block(block: Any, letter: Any) -> CaptionQuestion:
     if not isinstance(block, str):
         raise ValueError(f"a question is a text with its options, not {block!r:.80}")
     lines = block.rstrip().split("\n")
-    found = [_option(line) for line in lines]
+    matches = [OPTION_LINE.match(line) for line in lines]
+    found = [((match[1] or match[2]).upper(), match[3]) if match else None for match in matches]
     first = next((i for i, option in enumerate(found) if option and option[0] == "A"), len(lines))
     options: list[str] = []
     for line, option in zip(lines[first:], found[first:], strict=True):
@@ -152,7 +151,7 @@ def draws(questions: Sequence[CaptionQuestion], number: int, random: Random) -> 
 def first_letter(reply: str) -> str:
     """The answer in a reader's reply: its first letter, in upper case. ValueError if it has none.
 
-    Of "The answer is B" and "Answer: B" that is B. Thoughts are no answer: what counts follows ``</think>``.
+    "The answer is B" and "Answer: B" give B. Only what follows ``</think>`` counts.
     """
     _, end, answer = reply.rpartition("</think>")
     if not end and answer.lstrip().startswith("<think>"):
@@ -174,18 +173,12 @@ def _without_cannot(choices: Sequence[str]) -> Sequence[str]:
     return choices[:end]
 
 
-def _option(line: str) -> tuple[str, str] | None:
-    """The letter, in upper case, and the text of a line that is an option."""
-    found = OPTION_LINE.match(line)
-    return None if found is None else ((found[1] or found[2]).upper(), found[3])
-
-
 def _place(answer: Any, given: Sequence[str], choices: Sequence[str]) -> int:
-    said = answer.strip() if isinstance(answer, str) else ""
-    for texts in (list(choices), [text.strip() for text in given]):
-        if said in texts:
-            return texts.index(said)
-    bare = said.strip("().: ").upper()
+    text = answer.strip() if isinstance(answer, str) else ""
+    for texts in (list(choices), [one.strip() for one in given]):
+        if text in texts:
+            return texts.index(text)
+    bare = text.strip("().: ").upper()
     if len(bare) == 1 and bare in ascii_uppercase[: len(choices)]:
         return ascii_uppercase.index(bare)
     raise ValueError(f"the answer {answer!r:.60} is neither a letter of the {len(choices)} options nor one of them")

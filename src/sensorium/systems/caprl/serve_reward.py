@@ -18,21 +18,21 @@ USAGE = "sensorium serve reward [CHECKPOINT] [--workers N] [--reader URL …] [-
 Value = TypeVar("Value", int, float, str)
 WORKER_GAP = 10
 MODES, TASKS = ("qa", "vl_judge"), ("video", "image")
+# Variables of CapRL's scripts that are ignored: the value that holds here anyway, and the reason.
 UNUSED = {
-    "FORMAT_MIN_BRACKETS": ("", "timestamps are paid as CapRL's README says, where no number of them is asked for"),
+    "FORMAT_MIN_BRACKETS": ("", "timestamps are rewarded as in CapRL's README, which requires no number of them"),
     "FORMAT_MAX_MINUTE": ("599", "a timestamp may have any minute up to 599"),
     "VERL_ROOT": ("", "verl does not run here"),
     "CONDA_ENV": ("", "activate the environment of sensorium yourself"),
     "REWARD_SHUFFLE_QA": ("1", "options are shuffled in every draw"),
     "REWARD_TP": ("1", "a worker has one device; serve a larger model by another server and name it with --reader"),
     "JUDGE_MAX_MODEL_LEN": ("", "a model's context is what its config says"),
-    "ZERO_REWARD_LOG_PATH": ("", "what was asked and answered comes with the results, as transcripts"),
+    "ZERO_REWARD_LOG_PATH": ("", "questions and answers come with the results, as transcripts"),
 }
-"""Variables of CapRL's scripts that are not taken: the value that is kept to all the same, and why."""
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The arguments. Those that CapRL's scripts set in the environment have their defaults from there."""
+    """Add the arguments. Variables that CapRL's scripts set are their defaults."""
     model = os.environ.get("REWARD_MODEL", "")
     parser.add_argument("checkpoint", nargs="?", default=model, help="the model of the workers; default: REWARD_MODEL")
     parser.add_argument(
@@ -155,9 +155,9 @@ def run(arguments: Namespace) -> int:
 
 
 def workers_of(arguments: Namespace, port: int) -> "tuple[ModelWorkers, str]":
-    """The workers, spread over GPUs, and the variable that holds their key; how they share GPUs is printed.
+    """The workers, spread over GPUs (a printed line says how), and the variable that holds their key.
 
-    A --device among their own options counts among all that this process sees: then they see the same.
+    With a --device among their own options they see the same GPUs as this process.
     """
     from sensorium.services.application import refuse_port
     from sensorium.services.model_workers import model_workers, placement_notice, worker_devices
@@ -181,7 +181,7 @@ def _gpus() -> int:
 
 
 def unused_variables(environment: Mapping[str, str]) -> list[str]:
-    """What to say of variables that CapRL's scripts set and that change nothing here."""
+    """A line for each variable of CapRL's scripts that changes nothing here."""
     given = {name: environment.get(name, "").strip() for name in UNUSED}
     return [
         f"{name}={given[name]} changes nothing: {why}."
@@ -191,7 +191,7 @@ def unused_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def judges_section(urls: list[str], served: str, key_env: str, cache: Path | None, calls: int) -> Any:
-    """The readers as the client of judges knows them."""
+    """The readers as a recipe's section ``judges``."""
     from pydantic import ValidationError
 
     from sensorium.recipe.schema import JudgeEndpointSection, JudgesSection
@@ -203,10 +203,10 @@ def judges_section(urls: list[str], served: str, key_env: str, cache: Path | Non
     return JudgesSection(endpoints={"reader": endpoints}, cache=cache, concurrency=calls, retries=12, total_deadline_s=600)
 
 
-def _set(name: str, usual: Value, kind: Callable[[str], Value]) -> Value:
-    """A number or word from the environment."""
+def _set(name: str, default: Value, kind: Callable[[str], Value]) -> Value:
+    """The value of an environment variable, or the default."""
     given = os.environ.get(name, "")
     try:
-        return kind(given) if given else usual
+        return kind(given) if given else default
     except ValueError as error:
         raise RecipeError(f"the environment variable {name} is '{given:.40}', which is no {kind.__name__}.") from error

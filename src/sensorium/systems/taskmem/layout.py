@@ -37,11 +37,10 @@ class TaskMemLayout:
 
     def __init__(self, directory: RunDirectory, folder: Path) -> None:
         self.directory, self.folder = directory, folder
-        self._written: dict[str, dict[str, Memory]] = {}
-        """The history as it is on disk, by video."""
+        self._written: dict[str, dict[str, Memory]] = {}  # the history on disk, by video
 
     def begin(self, step: int, planner_state: dict[str, Any]) -> None:
-        """Bring what is there to a step: drop the logs after it, and write history and links as they are then."""
+        """Reset the folder to a step: drop later logs, and write history and links as of that step."""
         for later in [path for path in self.folder.glob("*") if path.name.isdecimal() and int(path.name) > step]:
             for log in later.glob("*.json"):
                 log.unlink()
@@ -56,7 +55,7 @@ class TaskMemLayout:
         self.link_checkpoints()
 
     def write_step(self, step: int, groups: Sequence[Group]) -> None:
-        """Write what became of a step's memories, a file for each video."""
+        """Write the log of a step's memories, a file for each video."""
         for video, log in step_logs(step, groups).items():
             _write(self.folder / str(step) / file_name(video), log)
 
@@ -69,7 +68,7 @@ class TaskMemLayout:
                 self._written[video] = plain
 
     def link_checkpoints(self) -> None:
-        """Link every checkpoint that is there, and no other."""
+        """Link every existing checkpoint, and no other."""
         steps = CheckpointFolder(self.directory.checkpoints).complete()
         links = {f"global_step_{step}": self.directory.checkpoint_of(step) for step in steps}
         with writing(self.folder):
@@ -87,7 +86,7 @@ class TaskMemLayout:
 
 
 def write_layout(run: Path, folder: Path) -> None:
-    """Write a run's memories, rewards and checkpoints as TaskMem does, as they are now; files that are there are replaced.
+    """Write the current memories, rewards and checkpoints of a run in TaskMem's layout; existing files are replaced.
 
     Steps whose episodes were thinned out (``logging.full_steps``) have what is left of them.
     """
@@ -114,7 +113,7 @@ def latest_history(state: dict[str, Any]) -> dict[str, dict[int, Memory]]:
 
 
 def step_logs(step: int, groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
-    """What became of a step's memories, by video."""
+    """The log of a step's memories, by video."""
     found: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         found[str(group.task.metadata.get("video_id", group.task.id))].append(group)
@@ -131,10 +130,10 @@ def step_logs(step: int, groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
 
 
 def file_name(video: str) -> str:
-    """The file of a video, in one folder whatever its source calls it: ``v1.json``, and ``a%2Fb.json`` of ``a/b``.
+    """The file of a video: ``v1.json``, or ``a%2Fb.json`` for ``a/b``.
 
-    Characters that cannot be in a name are written as in URLs, and so is a % that could be taken for one of those. Of a
-    name that is too long for a file, a digest replaces the end.
+    Characters that file names cannot have are percent-encoded, and so is a % that looks like such a code. A digest replaces
+    the end of a name that is too long.
     """
     name = UNSAFE.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode(errors="surrogatepass")), video)
     if len(name.encode()) > LONGEST_NAME:

@@ -1,11 +1,9 @@
-"""Memory clips: short videos of a moving square, clip by clip; what it looked like at first must be remembered.
+"""Memory clips: short videos of a moving square, clip by clip, whose first look must be remembered.
 
-A video has ``clips`` clips. In the first one the square has a colour, in all later ones it is grey. In every clip it moves
-somewhere and has another number, as people in TaskMem's clips do. The memory of a clip says number and colour,
-``<face_2>red``. So from the second clip on the colour is to be had from the history alone.
-
-An index always gives the same task. Every clip of every video is a file of its own, so who sees it can tell which it is.
-Rows come in blocks of ``together`` videos: first the first clips of all of them, then the second ones, and so on.
+In the first clip of a video the square has a colour, in all later ones it is grey. In every clip it moves and has another
+number, as people in TaskMem's clips do. The memory of a clip has number and colour, ``<face_2>red``, so from the second
+clip on the colour is in the history alone. An index always gives the same task, and every clip is a file of its own. Rows
+come in blocks of ``together`` videos: the first clips of all of them, then the second ones, and so on.
 """
 
 import json
@@ -34,7 +32,7 @@ FPS = 4.0
 
 @dataclass(frozen=True)
 class ClipTruth:
-    """What is true of a clip: the number of the square in it, its colour (shown or remembered), its direction."""
+    """The square's number in a clip, its colour (shown or remembered), and its direction."""
 
     face: int
     colour: str
@@ -42,15 +40,15 @@ class ClipTruth:
 
     @property
     def description(self) -> str:
-        """The memory that says all of it."""
+        """The complete memory of the clip."""
         return f"<face_{self.face}>{self.colour}"
 
 
 class MemoryClips:
     """A source of ``videos`` videos of ``clips`` clips each, one row a clip.
 
-    ``history`` is what a row says of earlier clips where no planner gives it what the policy wrote: the ``true`` memories,
-    or ``blank``. ``guessed`` is the share of demonstrations whose colour is a guess.
+    ``history``: the memories of earlier clips in rows without a planner, ``true`` or ``blank``. ``guessed`` is the share of
+    demonstrations whose colour is a guess.
     """
 
     def __init__(
@@ -102,32 +100,29 @@ class MemoryClips:
         history = " ".join(rewritten[i] for i in sorted(rewritten))
         truth = self.truth(video, clip)
         random = self._random("guess", video, clip)
-        told = truth.description
+        shown = truth.description
         if random.random() < self.guessed:
-            told = ClipTruth(truth.face, random.choice([*COLOURS]), truth.direction).description
+            shown = ClipTruth(truth.face, random.choice([*COLOURS]), truth.direction).description
         mark = "" if self.history == "true" else "/blank"
         return Task(
             id=f"{self._name(video)}*{clip}{mark}",
             messages=(user(self._clip(video, clip), f"<face_{truth.face}> {history}"),),
             answer=truth.description,
-            demonstration=(f"{END_OF_THOUGHT}{json.dumps({'description': told})}",),
+            demonstration=(f"{END_OF_THOUGHT}{json.dumps({'description': shown})}",),
             metadata={"video_id": self._name(video), "video_idx": clip, "step": clip, "history": history,
                       "category": "first clip" if clip == 0 else "later clip"},
         )  # fmt: skip
 
     def truth(self, video: int, clip: int) -> ClipTruth:
-        """What is true of a clip."""
+        """The truth about a clip."""
         colour = self._random("colour", video).choice([*COLOURS])
         random = self._random("clip", video, clip)
         return ClipTruth(random.randint(1, FACES), colour, random.choice([*DIRECTIONS]))
 
     def truths(self) -> dict[str, ClipTruth]:
-        """What is true of every clip, by the hash of its file: what a judge that sees the file knows."""
-        return {
-            self._clip(video, clip).hash: self.truth(video, clip)
-            for video in range(self.videos)
-            for clip in range(self.clips)
-        }
+        """The truth about every clip by the hash of its file, for judges that see the file."""
+        places = [(video, clip) for video in range(self.videos) for clip in range(self.clips)]
+        return {self._clip(*place).hash: self.truth(*place) for place in places}
 
     def _video_and_clip(self, index: int) -> tuple[int, int]:
         block, place = divmod(index, self.together * self.clips)

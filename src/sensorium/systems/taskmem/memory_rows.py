@@ -1,6 +1,6 @@
-"""Face ids from clip to clip: what earlier memories call a person, in the words of the current clip.
+"""TaskMem's rows, and face ids from clip to clip: earlier memories name people by the current clip's ids.
 
-Every clip numbers its faces anew (local ids); a map says which person of the whole video each one is (global ids).
+Every clip numbers its faces from 1 (local ids); a map has the person of the whole video for each (global ids).
 
     memories  {3: "<face_1> waves to face 2", 4: "<face_1> leaves"}
     maps      {3: {7: 1, 8: 2}, 4: {8: 1}, 5: {8: 4}}           global to local, by clip
@@ -8,9 +8,8 @@ Every clip numbers its faces anew (local ids); a map says which person of the wh
     result    {3: "<face_5> waves to <face_4>", 4: "<face_4> leaves"}: person 8 is <face_4> now; 7, who is not in clip 5,
               gets the first free number after all that clip 5 knows
 
-Each text is rewritten in one pass, so no id is exchanged twice. Fresh ids are given in the order in which they first occur,
-so the result depends on the input alone. An id that a clip's map does not know is a person of its own. A number of more
-than nine digits is no id.
+Each text is rewritten in one pass, so no id is exchanged twice. New ids are given in the order of their first occurrence.
+An id that a clip's map does not have is a person of its own. A number of more than nine digits is no id.
 """
 
 import json
@@ -31,16 +30,14 @@ from sensorium.vocabulary.errors import TaskError
 from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.task import Task
 
+# A face in any spelling: in angles, brackets or parentheses, bare, or in an angle that is not closed. Not "surface 3".
 TAG = re.compile(
     r"<\s*face[\s_-]*(\d+)\s*>|\[\s*face[\s_-]*(\d+)\s*\]|\(\s*face[\s_-]*(\d+)\s*\)"
     r"|(?:<\s*|(?<![A-Za-z]))face[\s_-]*(\d+)>?",
     re.IGNORECASE | re.ASCII,
 )
-"""A face in any spelling: in angles, brackets or parentheses, bare, or in an angle that is not closed. Not "surface 3"."""
-MOST_DIGITS = 9
-"""Of a face's number; one of more digits is no face, and stays as it is."""
-FaceMaps = Mapping[int, Mapping[int, int]]
-"""Global to local ids, by clip."""
+MOST_DIGITS = 9  # of a face's number
+FaceMaps = Mapping[int, Mapping[int, int]]  # global to local ids, by clip
 
 
 def rewrite_faces(memories: Mapping[int, str], maps: FaceMaps, current: int) -> dict[int, str]:
@@ -52,14 +49,15 @@ def rewrite_faces(memories: Mapping[int, str], maps: FaceMaps, current: int) -> 
 def rewrite_texts(texts: Sequence[tuple[int, str]], maps: FaceMaps, current: int, beside: str = "") -> list[str]:
     """The texts, each with its clip, with the current clip's ids; a person has one number in all of them.
 
-    ``beside`` is a text of the current clip that stays as it is: a number in it is not given to anybody else.
+    ``beside`` is a text of the current clip that stays unchanged: nobody else gets a number that is in it.
     """
     local_now = dict(maps.get(current, {}))
     highest = max([*local_now.values(), *filter(None, map(_local, TAG.finditer(beside)))], default=0)
     fresh: dict[tuple[str, int, int], int] = {}
     rewritten = []
     for clip, text in texts:
-        people = _people(maps.get(clip, {}))
+        # Local to global; of two people with one local id the one with the lower number.
+        people = {local: person for person, local in sorted(maps.get(clip, {}).items(), reverse=True)}
 
         def renamed(found: re.Match[str], clip: int = clip, people: Mapping[int, int] = people) -> str:
             nonlocal highest
@@ -101,11 +99,6 @@ def read_face_maps(path: Path) -> dict[int, dict[int, int]]:
         raise TaskError(f'{path}: face maps are {{clip: {{"[face_G]": "<face_L>"}}}}: {error}.') from error
 
 
-def _people(faces: Mapping[int, int]) -> dict[int, int]:
-    """Local to global; of two people with one local id the one with the lower number."""
-    return {local: person for person, local in sorted(faces.items(), reverse=True)}
-
-
 def _number(tag: Any) -> int:
     found = re.fullmatch(r"[\[<]?\s*(?:face)?[\s_-]*(\d+)\s*[\]>]?", str(tag), re.IGNORECASE | re.ASCII)
     if found is None or len(found.group(1)) > MOST_DIGITS:
@@ -114,19 +107,19 @@ def _number(tag: Any) -> int:
 
 
 MARK = "[Description of the preceding part]:"
-LONGEST_NAME = 200
-"""Bytes of a video's name; file systems take 255, and VIDEO_map.json and temporary names are longer."""
+LONGEST_NAME = 200  # bytes of a video's name: file systems take 255, and VIDEO_map.json and temporary names are longer
 MOST_BEFORE = 4
 TYPES = ("episodic_on_policy", "semantic")
+KINDS = {str: "a text", int: "a whole number", list: "a list of content blocks"}
 
 
 class TaskMemRows:
     """Rows ``{id: VIDEO*KEY, type, step, video_idx, episodic_folder, input, memory_tag?}`` of a JSONL file.
 
     A row of step > 0 needs the memories of the min(step, 4) clips before it: ``tasks.planner: causal_history`` gives it
-    those that the policy wrote. Asked by itself (evaluation), it takes them from ``history_folder`` (``VIDEO.json``), or
-    none with ``blank_history``. A ``semantic`` row writes facts; it is shown the facts known so far, and what
-    ``episodic_MEMORY_TAG.json`` says of the same clips before and of its own clip.
+    those that the policy wrote. Without a planner (evaluation) it takes them from ``history_folder`` (``VIDEO.json``), or
+    none with ``blank_history``. A ``semantic`` row writes facts; its prompt has the facts known so far, and the memories of
+    the same clips and of its own clip in ``episodic_MEMORY_TAG.json``.
     """
 
     def __init__(
@@ -167,7 +160,8 @@ class TaskMemRows:
                 "earlier clips. Train with tasks.planner: causal_history; elsewhere name a history_folder, or set "
                 "blank_history: true."
             )
-        return self.with_history(index, self._kept(index, place))
+        path = Path(self.history_folder) / f"{place.video}.json"
+        return self.with_history(index, _memories(path, place.needs, self._lines.place(index)))
 
     def place_of(self, index: int) -> ClipPlace:
         """The clip of a row, and the clips whose memories it needs."""
@@ -180,24 +174,19 @@ class TaskMemRows:
         maps = self._face_maps(row, at, place.video)
         known = [(clip, fact) for clip in sorted(memories) for fact in _facts(memories[clip])]
         (message,) = messages_of([{"role": "user", "content": row["input"]}], at)
-        metadata = {
-            "video_id": place.video,
-            "video_idx": place.clip,
-            "step": row["step"],
-            "type": row["type"],
-            "category": row["type"],
-        }
+        metadata = {"video_id": place.video, "video_idx": place.clip, "step": row["step"]}
+        metadata |= {"type": row["type"], "category": row["type"]}
         if place.facts:
-            events = self._episodic(row, at, place)
+            path = at.folder / row["episodic_folder"] / place.video / f"episodic_{row['memory_tag']}.json"
+            found = _memories(path, (*place.needs, place.clip), at)
+            events = {clip: " ".join(_facts(memory)) for clip, memory in found.items()}
             earlier = [(clip, events[clip]) for clip in place.needs]
             texts = rewrite_texts([*earlier, *known], maps, place.clip, events[place.clip])
             facts = texts[len(earlier) :]
             listed = json.dumps(facts, indent=4, ensure_ascii=False)
-            metadata |= {
-                "history": listed if facts else "",
-                "episodic": " ".join([*texts[: len(earlier)], events[place.clip]]),
-            }
-            fill = partial(_formatted, fillings=(metadata["episodic"], listed), step=row["step"], at=at)
+            episodic = " ".join([*texts[: len(earlier)], events[place.clip]])
+            metadata |= {"history": listed if facts else "", "episodic": episodic}
+            fill = partial(_formatted, fillings=(episodic, listed), step=row["step"], at=at)
         else:
             metadata["history"] = " ".join(rewrite_texts(known, maps, place.clip))
             fill = partial(_filled, history=metadata["history"], step=row["step"], at=at)
@@ -207,17 +196,15 @@ class TaskMemRows:
         row, at = self._lines.row(index), self._lines.place(index)
         for key, kind in (("id", str), ("type", str), ("step", int), ("video_idx", int), ("input", list)):
             if not isinstance(row.get(key), kind) or isinstance(row.get(key), bool):
-                raise at.error(f"'{key}' must be {_KINDS[kind]}, not {row.get(key)!r:.40}.")
+                raise at.error(f"'{key}' must be {KINDS[kind]}, not {row.get(key)!r:.40}.")
         if row["type"] not in TYPES:
             raise at.error(f"'type' is {row['type']!r:.40}; it is one of {', '.join(TYPES)}.")
         video, star, _ = row["id"].partition("*")
         if not star or not video or "/" in video or video in (".", ".."):
             raise at.error(f"'id' must be VIDEO*KEY, not {row['id']!r:.60}.")
         if not video.isprintable() or len(video.encode()) > LONGEST_NAME:
-            name = f"{row['id']!r:.60}"
-            raise at.error(
-                f"'id' is {name}: files are named after VIDEO, so it has {LONGEST_NAME} printable bytes at most."
-            )
+            why = f"files are named after VIDEO, so it has {LONGEST_NAME} printable bytes at most"
+            raise at.error(f"'id' is {row['id']!r:.60}: {why}.")
         before = min(row["step"], MOST_BEFORE)
         if before < 0 or row["video_idx"] < before:
             raise at.error(f"step {row['step']} of clip {row['video_idx']} would need clips before the first.")
@@ -241,39 +228,27 @@ class TaskMemRows:
             self._maps[path] = read_face_maps(path)
         return self._maps[path]
 
-    def _episodic(self, row: Mapping[str, Any], at: Place, place: ClipPlace) -> dict[int, str]:
-        """The episodic memories that a semantic row reads: those of the clips before that it needs, and its own clip's."""
-        path = at.folder / row["episodic_folder"] / place.video / f"episodic_{row['memory_tag']}.json"
-        found = _by_clip(_read(path, at), (*place.needs, place.clip), path, at)
-        return {clip: " ".join(_facts(memory)) for clip, memory in found.items()}
-
-    def _kept(self, index: int, place: ClipPlace) -> dict[int, Memory]:
-        at, path = self._lines.place(index), Path(self.history_folder) / f"{place.video}.json"
-        return _by_clip(_read(path, at), place.needs, path, at)
-
 
 class _RawRows(JsonlRows):
     """The rows of a JSONL file as plain objects."""
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row."""
         return self._read(index)
 
     def place(self, index: int) -> Place:
-        """Where a row stands."""
         return self._place(index)
 
 
-_KINDS = {str: "a text", int: "a whole number", list: "a list of content blocks"}
-
-
 def _facts(memory: Memory) -> list[str]:
-    """The single texts of a memory."""
     return [memory] if isinstance(memory, str) else memory
 
 
-def _by_clip(found: Any, clips: tuple[int, ...], path: Path, at: Place) -> dict[int, Memory]:
-    """The memories of these clips in what a file ``{"CLIP": text or list of texts}`` holds."""
+def _memories(path: Path, clips: tuple[int, ...], at: Place) -> dict[int, Memory]:
+    """The memories of these clips in a file ``{"CLIP": text or list of texts}``."""
+    try:
+        found = strict_json(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise at.error(f"cannot read '{path}': {error}.") from error
     if not isinstance(found, dict):
         raise at.error(f"'{path}' must hold memories by clip: {{\"0\": text or list of texts, …}}.")
     for clip in clips:
@@ -329,10 +304,3 @@ def _formatted(text: str, fillings: tuple[str, str], step: int, at: Place) -> st
         what = "episodic memories (the first)" if 0 in missing else "facts known so far (the second)"
         raise at.error(f"the last text block of a semantic row has no {{}} for the {what}.")
     return filled
-
-
-def _read(path: Path, at: Place) -> Any:
-    try:
-        return strict_json(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise at.error(f"cannot read '{path}': {error}.") from error

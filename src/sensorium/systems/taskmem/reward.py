@@ -1,9 +1,10 @@
-"""The episodic-memory reward as a pure function of what was parsed and judged: every part by its name.
+"""TaskMem's reward of memories, part by part, from what was parsed and what judges found.
 
 samples of a group: (correct, u = 1, t = 1000), (correct, u = 0, t = 1800), (wrong, t = 500), (not parsed)
 final:              0.55                        0.0                         -0.5              -1.5
 
-A semantic memory is a list of facts. Each is rewarded as a description is; usefulness is the mean over its correct facts.
+An episodic memory has one description; a semantic one (by the task's ``type``) has a list of facts, each rewarded like a
+description. Its usefulness is the mean over its correct facts.
 """
 
 import asyncio
@@ -23,11 +24,9 @@ from sensorium.vocabulary.errors import RecipeError, RewardFailure
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
-LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
-"""A text of JSON; in what was parsed, the first is the key."""
+LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')  # a string of JSON; the first one of a parsed memory is the key
 START_OF_THOUGHT = "<think>"
-FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII)
-"""A face in any spelling; "surface 3" names none."""
+FACE = re.compile(r"(?<![A-Za-z])face[\s_-]*(\d+)", re.IGNORECASE | re.ASCII)  # in any spelling; "surface 3" is none
 
 
 def faces_are_spelled(text: str) -> bool:
@@ -41,8 +40,8 @@ def faces_are_spelled(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class MemoryPay:
-    """What is rewarded; the defaults are those of the published run."""
+class MemoryRewards:
+    """Rewards, penalties and thresholds; the defaults are those of the published run."""
 
     think_length_threshold: int = 1200
     think_penalty: float = -1.0
@@ -56,9 +55,9 @@ class MemoryPay:
 
 @dataclass(frozen=True)
 class WrittenMemory:
-    """A response: its descriptions, none where it was not parsed; tokens of its thought, and from ``</think>`` on.
+    """A response's descriptions (none if it cannot be parsed), and the tokens of its thought and from ``</think>`` on.
 
-    ``lengths`` are the tokens of each description: a single one counts from ``</think>`` on, a fact of a list by itself.
+    ``lengths`` are the tokens of each description: of a single one from ``</think>`` on, of a fact in a list its own.
     """
 
     descriptions: tuple[str, ...]
@@ -68,7 +67,7 @@ class WrittenMemory:
 
 
 def written_memory(response: Segment, max_response_tokens: int, semantic: bool = False) -> WrittenMemory:
-    """What a response holds. Of one that is not parsed the thought counts as long as a response may be."""
+    """The memory in a response. If it cannot be parsed, the thought counts as long as a response may be."""
     description = None if semantic else parse_memory(response.text)
     descriptions = parse_facts(response.text) if semantic else (description,) if description is not None else None
     if descriptions is None:
@@ -83,52 +82,44 @@ def written_memory(response: Segment, max_response_tokens: int, semantic: bool =
     lengths: tuple[int, ...] = (total,)
     if len(descriptions) > 1:
         start = last + len(END_OF_THOUGHT)
-        spans = [
-            (len(rest[: found.start()].encode()), len(rest[: found.end()].encode())) for found in LITERAL.finditer(rest)
-        ]
-        lengths = tuple(sum(start + low < end <= start + high for end in with_text) for low, high in spans[1:])
+        literals = [found.span() for found in LITERAL.finditer(rest)][1:]
+        spans = [(start + len(rest[:low].encode()), start + len(rest[:high].encode())) for low, high in literals]
+        lengths = tuple(sum(low < end <= high for end in with_text) for low, high in spans)
     return WrittenMemory(descriptions, sum(first < end <= last for end in with_text), total, lengths)
 
 
-def is_correct(pay: MemoryPay, description: str, tokens: int, judged: float, label: float) -> bool:
+def is_correct(rewards: MemoryRewards, description: str, tokens: int, judged: float, label: float) -> bool:
     """True for a description that is judged correct, is labelled good, spells faces rightly and is short enough."""
-    return judged > 0.5 and label != 0 and faces_are_spelled(description) and tokens <= pay.memory_token_threshold
+    return judged > 0.5 and label != 0 and faces_are_spelled(description) and tokens <= rewards.memory_token_threshold
 
 
-def think_reward(pay: MemoryPay, tokens: int) -> float:
+def think_reward(rewards: MemoryRewards, tokens: int) -> float:
     """0 up to L tokens of thought, the whole penalty from 2L on, in a straight line between."""
-    longest = pay.think_length_threshold
+    longest = rewards.think_length_threshold
     if tokens <= longest:
         return 0.0
-    return pay.think_penalty if tokens >= 2 * longest else pay.think_penalty * (tokens - longest) / longest
+    return rewards.think_penalty if tokens >= 2 * longest else rewards.think_penalty * (tokens - longest) / longest
 
 
-def bonuses(pay: MemoryPay, usefulness: Sequence[float | None]) -> list[float]:
-    """What the ranked of a group get besides: ``correct_reward`` for the most useful, 0 for the least; None: not ranked."""
+def bonuses(rewards: MemoryRewards, usefulness: Sequence[float | None]) -> list[float]:
+    """The bonus of each ranked memory of a group: ``correct_reward`` for the most useful, 0 for the least and unranked."""
     ranked = [value for value in usefulness if value is not None]
     lowest, spread = (min(ranked), max(ranked) - min(ranked)) if ranked else (0.0, 0.0)
     if spread <= 1e-8:
         return [0.0] * len(usefulness)
-    return [0.0 if value is None else pay.correct_reward * (value - lowest) / spread for value in usefulness]
+    return [0.0 if value is None else rewards.correct_reward * (value - lowest) / spread for value in usefulness]
 
 
-def paid_parts(pay: MemoryPay, memory: WrittenMemory, correct: Sequence[bool], bonus: float) -> dict[str, float]:
-    """The reward of a sample part by part, with a verdict on each description; the parts sum up to its reward."""
+def reward_parts(rewards: MemoryRewards, memory: WrittenMemory, correct: Sequence[bool], bonus: float) -> dict[str, float]:
+    """The parts of a sample's reward, which they sum up to; ``correct`` has a verdict on each description."""
     if not memory.descriptions:
-        return {"correct": 0.0, "usefulness": 0.0, "think": 0.0, "format": pay.format_penalty}
+        return {"correct": 0.0, "usefulness": 0.0, "think": 0.0, "format": rewards.format_penalty}
     return {
-        "correct": sum(pay.correct_reward if good else pay.wrong_reward for good in correct),
-        "usefulness": pay.usefulness_scale * bonus,
-        "think": think_reward(pay, memory.think_tokens),
+        "correct": sum(rewards.correct_reward if good else rewards.wrong_reward for good in correct),
+        "usefulness": rewards.usefulness_scale * bonus,
+        "think": think_reward(rewards, memory.think_tokens),
         "format": 0.0,
     }
-
-
-# Two questions for each description (correct? fit?), asked at once, then one for the group (which is the most useful?).
-# An episodic memory has one description; a semantic one, by the task's ``type``, has a list of facts, of which the
-# first ``memory_length_threshold`` are judged and the others are wrong. Parts with weight sum up to the reward; what
-# was judged and counted besides has weight 0. A memory that could not be judged has no score: with
-# ``rewards.on_missing: drop_group`` its whole group is left out, as in TaskMem.
 
 
 VERSION = "episodic_memory/1"
@@ -202,8 +193,11 @@ NO_FACTS_BEFORE = "(none)"
 class EpisodicMemory:
     """Rewards memories by judges. ``correctness`` is a model that sees the clip, ``label`` and ``usefulness`` read text.
 
-    Of the task it reads the metadata ``history``: what was written of the clips before; of a semantic one also
-    ``episodic``, what happened. The other options are the rewards, as published with TaskMem.
+    Each description gets two questions at once (correct? fit?), then the group one (which is the most useful?). Of a
+    semantic memory the first ``memory_length_threshold`` facts are judged, and the others are wrong. Counts and verdicts
+    are scores of weight 0. A memory that could not be judged has no score: ``rewards.on_missing: drop_group`` leaves out
+    its group, as TaskMem does. The task's metadata has ``history``, the memories of earlier clips, and for a semantic one
+    ``episodic``, what happened.
     """
 
     caches_answers = True
@@ -230,7 +224,7 @@ class EpisodicMemory:
     ) -> None:
         self.name, self.video, self.max_response_tokens = name, video, max_response_tokens
         self.models = {"correctness": correctness, "label": label or correctness, "usefulness": usefulness or correctness}
-        self.pay = MemoryPay(
+        self.rewards = MemoryRewards(
             think_length_threshold, think_penalty, correct_reward, wrong_reward, format_penalty, memory_token_threshold,
             usefulness_scale, memory_length_threshold,
         )  # fmt: skip
@@ -245,12 +239,13 @@ class EpisodicMemory:
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[tuple[Score, ...]]:
         """The parts of each episode's reward."""
         client = needed(self._client, self.name)
-        memories = [self._written(task, episode) for episode in episodes]
-        asked = [
-            (i, j)
-            for i, memory in enumerate(memories)
-            for j in range(min(len(memory.descriptions), self.pay.memory_length_threshold))
-        ]
+        memories = []
+        for episode in episodes:
+            if not episode.turns:
+                raise RewardFailure(f"episode {episode.id} has no response to judge")
+            memories.append(written_memory(episode.turns[-1].response, self.max_response_tokens, _is_semantic(task)))
+        most = self.rewards.memory_length_threshold
+        asked = [(i, j) for i, memory in enumerate(memories) for j in range(len(memory.descriptions[:most]))]
         answers = await asyncio.gather(
             *(self._verdicts(client, task, episodes[i], memories[i], j) for i, j in asked), return_exceptions=True
         )
@@ -266,7 +261,8 @@ class EpisodicMemory:
         good = [
             (i, j)
             for (i, j), verdicts in judged.items()
-            if i not in problems and is_correct(self.pay, memories[i].descriptions[j], memories[i].lengths[j], *verdicts)
+            if i not in problems
+            and is_correct(self.rewards, memories[i].descriptions[j], memories[i].lengths[j], *verdicts)
         ]
         useful: list[list[float]] = [[] for _ in episodes]
         try:
@@ -275,31 +271,27 @@ class EpisodicMemory:
         except RewardFailure as failure:
             problems |= {i: failure for i, _ in good}
         means = [sum(values) / len(values) if values else None for values in useful]
-        bonus = bonuses(self.pay, means)
-        right = [[(i, j) in good for j in range(len(memory.descriptions))] for i, memory in enumerate(memories)]
-        return [
-            self._missing(problems[i])
-            if i in problems
-            else self._scores(
-                memory,
-                [judged[place] for place in asked if place[0] == i],
-                right[i],
-                means[i],
-                bonus[i],
-                _is_semantic(task),
-            )
-            for i, memory in enumerate(memories)
-        ]
-
-    def _written(self, task: Task, episode: Episode) -> WrittenMemory:
-        if not episode.turns:
-            raise RewardFailure(f"episode {episode.id} has no response to judge")
-        return written_memory(episode.turns[-1].response, self.max_response_tokens, _is_semantic(task))
+        scores = []
+        for i, (memory, bonus) in enumerate(zip(memories, bonuses(self.rewards, means), strict=True)):
+            if i in problems:
+                names = (f"{self.name}/{part}" for part in ("correct", "usefulness"))
+                scores.append(tuple(Score(name, None, reason=str(problems[i])) for name in names))
+                continue
+            correct = [(i, j) in good for j in range(len(memory.descriptions))]
+            beside = beside_reward(memory, [judged[place] for place in asked if place[0] == i], means[i])
+            if _is_semantic(task):
+                beside |= {"num_correct": sum(correct), "num_wrong": len(correct) - sum(correct)}
+            parts = reward_parts(self.rewards, memory, correct, bonus)
+            verdicts = {"correct": all(correct) if memory.descriptions else None}
+            found = [Score(f"{self.name}/{part}", value, correct=verdicts.get(part)) for part, value in parts.items()]
+            found += [Score(f"{self.name}/{key}", float(value), weight=0.0) for key, value in beside.items()]
+            scores.append(tuple(found))
+        return scores
 
     async def _verdicts(
         self, client: JudgeClient, task: Task, episode: Episode, memory: WrittenMemory, place: int
     ) -> tuple[float, float]:
-        """Whether a description is correct, by a judge that sees the clip, and fit, by one that reads the text."""
+        """Whether a description is correct (a judge that sees the clip) and fit (a judge that reads the text)."""
         texts = {"preceding": preceding(task), "candidate": memory.descriptions[place]}
         correctness, label, version, seen = CORRECTNESS, LABEL, VERSION, texts
         if _is_semantic(task):
@@ -326,7 +318,7 @@ class EpisodicMemory:
         memories: Sequence[WrittenMemory],
         good: Sequence[tuple[int, int]],
     ) -> list[float]:
-        """How useful each correct description is among the others, from 0 to 1."""
+        """The usefulness of each correct description among the others, from 0 to 1."""
         texts = [memories[i].descriptions[j] for i, j in good]
         about = tuple(dict.fromkeys(episodes[i].id for i, _ in good))
         criterion, version, before = USEFULNESS, f"{VERSION}/usefulness", preceding(task)
@@ -338,42 +330,24 @@ class EpisodicMemory:
         )  # fmt: skip
         return usefulness_of(places)
 
-    def _scores(
-        self,
-        memory: WrittenMemory,
-        judged: Sequence[tuple[float, float]],
-        correct: Sequence[bool],
-        useful: float | None,
-        bonus: float,
-        semantic: bool,
-    ) -> tuple[Score, ...]:
-        parts = paid_parts(self.pay, memory, correct, bonus)
-        parsed = bool(memory.descriptions)
-        beside: dict[str, float] = {
-            "fail_parsing": float(not parsed),
-            "think_tokens": memory.think_tokens,
-            "memory_tokens": memory.memory_tokens,
-        }
-        if judged:
-            spelled = [faces_are_spelled(description) for description in memory.descriptions[: len(judged)]]
-            for key, values in zip(("judged", "label"), zip(*judged, strict=True), strict=True):
-                beside[key] = sum(values) / len(values)
-            beside["faces"] = sum(spelled) / len(spelled)
-        if useful is not None:
-            beside["rank"] = useful
-        if semantic:
-            beside |= {"num_correct": sum(correct), "num_wrong": len(correct) - sum(correct)}
-        paid = tuple(Score(f"{self.name}/{part}", value) for part, value in parts.items())
-        verdict = Score(paid[0].name, paid[0].value, correct=all(correct) if parsed else None)
-        return (verdict, *paid[1:], *(Score(f"{self.name}/{k}", float(v), weight=0.0) for k, v in beside.items()))
 
-    def _missing(self, problem: BaseException) -> tuple[Score, ...]:
-        reason = str(problem)
-        return tuple(Score(f"{self.name}/{part}", None, reason=reason) for part in ("correct", "usefulness"))
+def beside_reward(memory: WrittenMemory, judged: Sequence[tuple[float, float]], useful: float | None) -> dict[str, float]:
+    """Counts and verdicts on a memory, which are no part of its reward."""
+    found: dict[str, float] = {
+        "fail_parsing": float(not memory.descriptions),
+        "think_tokens": memory.think_tokens,
+        "memory_tokens": memory.memory_tokens,
+    }
+    if judged:
+        spelled = [faces_are_spelled(description) for description in memory.descriptions[: len(judged)]]
+        for key, values in zip(("judged", "label"), zip(*judged, strict=True), strict=True):
+            found[key] = sum(values) / len(values)
+        found["faces"] = sum(spelled) / len(spelled)
+    return found | ({"rank": useful} if useful is not None else {})
 
 
 def preceding(task: Task, nothing: str = NOTHING_BEFORE) -> str:
-    """What was written of the clips before."""
+    """The memories of earlier clips, or ``nothing``."""
     history: Any = task.metadata.get("history", "")
     return history if isinstance(history, str) and history.strip() else nothing
 
