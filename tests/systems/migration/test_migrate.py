@@ -1,6 +1,7 @@
 """`sensorium migrate`: what commands and configurations of other trainers become, and that no key gets lost."""
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from sensorium.vocabulary.errors import RecipeError
 
 GIVEN = Path(__file__).parent / "given"
 """The commands and configurations that the pages of the five systems print."""
+EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text())
 STARTS = {
     "taskmem_run.sh": "taskmem", "taskmem_setup.sh": "taskmem", "taskmem_logging.sh": "taskmem",
     "caprl_setup.sh": "caprl_video", "caprl_reward.sh": "caprl_video", "caprl_train.sh": "caprl_video",
@@ -51,6 +54,22 @@ def test_every_printed_block_becomes_a_recipe_without_an_unknown_key(name: str) 
     assert found.start == STARTS[name]
     assert recipe_of(found) == found.recipe
     assert "unknown" not in kinds(found).values()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GIVEN.iterdir()))
+def test_every_printed_block_becomes_the_stored_recipe(name: str) -> None:
+    assert of(name).recipe.model_dump(mode="json", exclude_defaults=True) == EXPECTED["blocks"][name]
+
+
+@pytest.mark.parametrize("given_key", sorted(EXPECTED["verl"]))
+def test_a_key_of_verl_becomes_the_key_that_means_the_same(given_key: str) -> None:
+    key, _, value = given_key.partition("=")
+    (outcome,) = [
+        outcome
+        for outcome in migrate_verl([Setting(key, yaml.safe_load(value))], "", "x").outcomes
+        if outcome.setting.key == key
+    ]
+    assert (outcome.kind, outcome.text) == ("became", EXPECTED["verl"][given_key])
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in GIVEN.iterdir() if path.suffix == ".sh"))
