@@ -1,9 +1,9 @@
 """Tools of an MCP server, by the official client: a command that is started (stdio), or an address (streamable HTTP).
 
-Invariants: a server is started once in a process and shared by all episodes. It lives in an event loop of its own thread,
-so its tools can be called from any. Every wait has a deadline. A tool's error, or one that takes too long, is a result that
-says so; a server that is gone raises EnvironmentFailure, is forgotten, and is started again for who asks next. Calls that a
-loop still holds when its server ends are cancelled, and no call is handed to it from then on, so nobody waits in vain.
+Invariants: a server is started once per process and shared by all episodes. It lives in an event loop of its own thread, so
+its tools can be called from any. Every wait has a deadline. A tool that fails or takes too long gives a result that says
+so; a server that is gone raises EnvironmentFailure, is forgotten, and is started again for the next call. Calls that a loop
+still holds when its server ends are cancelled, and no call is passed to it from then on, so nobody waits forever.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, RecipeEr
 from sensorium.vocabulary.plain import printable, words
 
 OPTIONS = ("command", "args", "env", "cwd", "url", "headers", "only", "deadline_s", "start_s")
-MOST_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 START_S, CALL_S, PING_S = 60.0, 30.0, 5.0
 
 _servers: dict[str, "McpServer"] = {}
@@ -45,18 +45,18 @@ def server_tools(options: Any, where: str) -> list["McpTool"]:
             raise RecipeError(f"{where}: an MCP server has no option '{key}'{nearest(str(key), list(OPTIONS))}")
     server = _shared(options, where)
     deadline_s = float(options.get("deadline_s", CALL_S))
-    tools = [McpTool(server, spec, deadline_s) for spec in server.specs]
+    names = [spec.name for spec in server.specs]
     only = options.get("only")
     for name in only or ():
-        if name not in {spec.name for spec in server.specs}:
-            raise RecipeError(f"{where}: the server has no tool '{name}'{nearest(name, [s.name for s in server.specs])}")
-    return [tool for tool in tools if only is None or tool.spec.name in only]
+        if name not in names:
+            raise RecipeError(f"{where}: the server has no tool '{name}'{nearest(name, names)}")
+    return [McpTool(server, spec, deadline_s) for spec in server.specs if only is None or spec.name in only]
 
 
 class McpTool:
-    """One tool of a server. It keeps its own deadline, so that a call needs no further thread.
+    """One tool of a server. It has its own deadline, so that a call needs no further thread.
 
-    ``changes`` where the server says that it does not only read: it is not called to see whether it answers.
+    ``changes``: the server says that it does not only read, so it is not called to see whether it answers.
     """
 
     instant = False
@@ -77,7 +77,7 @@ class McpTool:
         return ToolResult(tuple(blocks), bool(reply.get("isError")))
 
     def close(self) -> None:
-        """The server is shared, and stays."""
+        """Nothing to do: the server is shared."""
 
 
 class McpServer:
@@ -102,22 +102,20 @@ class McpServer:
                 f"{where}: the MCP server {self.name} did not begin within its time (start_s).{self._last_written()}"
             )
         if self._failure is not None:
-            told = _told(self._failure)
-            raise RecipeError(f"{where}: the MCP server {self.name} cannot be used: {told}.{self._last_written()}")
+            why = _first_cause(self._failure)
+            raise RecipeError(f"{where}: the MCP server {self.name} cannot be used: {why}.{self._last_written()}")
 
     @property
     def name(self) -> str:
-        """What to call it in an error."""
+        """Its name in errors."""
         return str(self.options.get("url") or self.options.get("command"))
 
     def call(self, tool: str, arguments: dict[str, Any], deadline_s: float) -> dict[str, Any] | str:
-        """What a tool replied, as on the wire; or in words why there is no reply."""
+        """What a tool replied, as on the wire; or a text that says why there is no reply."""
         with self._handing_over:
-            asked = None
-            if not self._ended.is_set():
-                asked = asyncio.run_coroutine_threadsafe(self._call(tool, arguments, deadline_s), self._loop)
-        if asked is None:
-            raise self._lost("it has ended")
+            if self._ended.is_set():
+                raise self._lost("it has ended")
+            asked = asyncio.run_coroutine_threadsafe(self._call(tool, arguments, deadline_s), self._loop)
         try:
             return asked.result(deadline_s + 2 * PING_S)
         except Overdue as error:
@@ -139,17 +137,12 @@ class McpServer:
         except TimeoutError:
             return f"the tool '{tool}' did not answer within {deadline_s:g} s."
         except Exception as error:
-            if not await self._alive():
-                raise self._lost(_told(error)) from error
-            return f"the tool '{tool}' failed: {_told(error)}"
-
-    async def _alive(self) -> bool:
-        try:
-            async with asyncio.timeout(PING_S):
-                await self._session.send_ping()
-        except Exception:
-            return False
-        return True
+            try:
+                async with asyncio.timeout(PING_S):
+                    await self._session.send_ping()
+            except Exception:  # it does not even answer a ping
+                raise self._lost(_first_cause(error)) from error
+            return f"the tool '{tool}' failed: {_first_cause(error)}"
 
     def _lost(self, why: str) -> EnvironmentFailure:
         self._let_go()
@@ -157,48 +150,57 @@ class McpServer:
 
     def _let_go(self) -> None:
         """Use it no more, and end it without waiting for that."""
-        _forget(self)
+        for key, known in list(_servers.items()):
+            if known is self:
+                _servers.pop(key, None)
         if self._open is not None:
             with suppress(RuntimeError):  # the loop has ended already
                 self._loop.call_soon_threadsafe(self._open.cancel)
 
     def _serve(self) -> None:
+        async def cancel_the_rest() -> None:  # calls that were passed to the loop before have become tasks
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+
         asyncio.set_event_loop(self._loop)
         self._open = self._loop.create_task(self._connected())
         try:
             self._loop.run_until_complete(self._open)
-        except BaseException as error:  # whatever ends the connection is told to who waits for it
+        except BaseException as error:  # whatever ends the connection is reported to who waits for it
             self._failure = error
         finally:
             with self._handing_over:
                 self._ended.set()
             self._ready.set()
-            self._loop.run_until_complete(_cancel_the_rest())
+            self._loop.run_until_complete(cancel_the_rest())
             self._loop.close()
 
     def _errors(self) -> TextIO:
-        """Where a program that is started writes its errors: its last lines are kept, to be told when it fails."""
+        """Where a program that is started writes its errors: the last lines are kept for when it fails."""
+
+        def read() -> None:
+            with os.fdopen(reading, errors="replace") as lines:
+                for line in lines:
+                    self._written.append(line.strip()[:500])
+                    if self._ready.is_set():  # before, its failure reports what it wrote
+                        sys.stderr.write(line)
+
         reading, writing = os.pipe()
-        self._reader = threading.Thread(target=self._read_errors, args=(reading,), name="mcp errors", daemon=True)
+        self._reader = threading.Thread(target=read, name="mcp errors", daemon=True)
         self._reader.start()
         return os.fdopen(writing, "w")
 
-    def _read_errors(self, reading: int) -> None:
-        with os.fdopen(reading, errors="replace") as lines:
-            for line in lines:
-                self._written.append(line.strip()[:500])
-                if self._ready.is_set():  # it has begun; before, what it writes is told with its failure
-                    sys.stderr.write(line)
-
     def _last_written(self) -> str:
-        """The last that it wrote to its errors, and what it may lack."""
+        """The last line that it wrote to its errors, and what it may lack."""
         if self._reader is not None and self._ended.is_set():
-            self._reader.join(1.0)  # it has ended, so what it wrote comes at once
-        said = [line for line in self._written if line]
-        if not said:
+            self._reader.join(1.0)  # it has ended, so its lines arrive at once
+        lines = [line for line in self._written if line]
+        if not lines:
             return ""
-        lacks = " It is given few of this process's variables; name others in env." if "No module" in said[-1] else ""
-        return f" It last wrote '{printable(said[-1])}'.{lacks}"
+        lacks = " It is given few of this process's variables; name others in env." if "No module" in lines[-1] else ""
+        return f" It last wrote '{printable(lines[-1])}'.{lacks}"
 
     async def _connected(self) -> None:
         from mcp import ClientSession
@@ -220,20 +222,16 @@ class McpServer:
             if options.get("headers"):
                 given["http_client"] = _http_client(options["headers"])
             if "max_sse_event_size" in signature(streamable_http_client).parameters:
-                given["max_sse_event_size"] = MOST_BYTES  # by default a picture of a megabyte would be refused
+                given["max_sse_event_size"] = MAX_BYTES  # by default a picture of a megabyte would be refused
             return streamable_http_client(options["url"], **given)
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
         command = options["command"]
-        program, *arguments = command if isinstance(command, list) else [command]
-        arguments += list(options.get("args") or ())
-        return stdio_client(
-            StdioServerParameters(
-                command=str(program), args=list(map(str, arguments)), env=options.get("env"), cwd=options.get("cwd")
-            ),
-            errlog=stack.enter_context(self._errors()),
-        )
+        words_of_command = [*(command if isinstance(command, list) else [command]), *(options.get("args") or ())]
+        program, *arguments = map(str, words_of_command)
+        started = StdioServerParameters(command=program, args=arguments, env=options.get("env"), cwd=options.get("cwd"))
+        return stdio_client(started, errlog=stack.enter_context(self._errors()))
 
     async def _list(self) -> list[ToolSpec]:
         from mcp.types import PaginatedRequestParams
@@ -267,12 +265,6 @@ def _shared(options: Mapping[str, Any], where: str) -> McpServer:
         return server
 
 
-def _forget(server: McpServer) -> None:
-    for key, known in list(_servers.items()):
-        if known is server:
-            _servers.pop(key, None)
-
-
 @atexit.register
 def close_servers() -> None:
     """End every server of this process."""
@@ -280,26 +272,16 @@ def close_servers() -> None:
         server.close()
 
 
-async def _cancel_the_rest() -> None:
-    """Cancel all other tasks of the running loop. What it was handed before this has become a task, and is among them."""
-    rest = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in rest:
-        task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)
-
-
 def _http_client(headers: Mapping[str, str]) -> Any:
     try:
         from mcp.shared._httpx_utils import create_mcp_http_client
     except ImportError as error:
-        raise RecipeError(
-            "this version of mcp takes no headers; put the key into the url, or use another version."
-        ) from error
+        raise RecipeError("this version of mcp takes no headers; put the key into the url, or use another.") from error
     return create_mcp_http_client(headers=dict(headers))
 
 
 def _block(item: Mapping[str, Any], context: ToolContext, origin: str) -> Block:
-    """A content block of the wire; what this project cannot show is named."""
+    """A content block of the wire; what cannot be shown here is named."""
     kind = item.get("type")
     if kind == "text":
         return Text(str(item.get("text", "")))
@@ -314,7 +296,7 @@ def _block(item: Mapping[str, Any], context: ToolContext, origin: str) -> Block:
     return Text(f"[{kind} {where} is not shown]")
 
 
-def _told(error: BaseException) -> str:
+def _first_cause(error: BaseException) -> str:
     """The first cause among those that a task group raised together."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,8 @@
-"""The shipped tools: a calculator of exact arithmetic in bounded time, and a crop that enlarges a part of a picture."""
+"""The shipped tools: a calculator of exact arithmetic in bounded time, and a crop that enlarges a part of a picture.
+
+The calculator takes numbers, + - * / // % **, parentheses, and with ``functions`` square roots, trigonometry and the like.
+Nothing is executed: the text is parsed, and only what is listed here is computed.
+"""
 
 import ast
 import math
@@ -14,15 +18,11 @@ from sensorium.envs.protocol import one_of, within
 from sensorium.envs.tool_use import ToolContext, ToolResult, ToolSpec
 from sensorium.vocabulary.content import Text
 
-# Numbers, + - * / // % **, parentheses, and with ``functions`` square roots, trigonometry and the like. Nothing is
-# executed: the text is parsed, and only what is listed here is computed.
-
-
 Number = Fraction | float
 
-MOST_CHARACTERS = 500
-MOST_BITS = 4096
-MOST_EXPONENT = 256
+MAX_CHARACTERS = 500
+MAX_BITS = 4096
+MAX_EXPONENT = 256
 
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -41,7 +41,7 @@ CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 class NotArithmetic(ValueError):
-    """The text is not arithmetic that can be worked out; the message says why, to whoever wrote it."""
+    """The text is no arithmetic that can be evaluated; the message says why, to whoever wrote it."""
 
 
 def evaluate(text: str, *, functions: bool = False) -> Number:
@@ -53,7 +53,7 @@ def evaluate(text: str, *, functions: bool = False) -> Number:
     except ZeroDivisionError as error:
         raise NotArithmetic("division by zero") from error
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
-        raise NotArithmetic(f"it cannot be worked out ({error})") from error
+        raise NotArithmetic(f"it cannot be evaluated ({error})") from error
 
 
 def numbers_in(text: str) -> list[Fraction]:
@@ -69,8 +69,8 @@ def in_words(value: Number) -> str:
 
 
 def _parsed(text: str) -> ast.expr:
-    if len(text) > MOST_CHARACTERS:
-        raise NotArithmetic(f"it is longer than {MOST_CHARACTERS} characters")
+    if len(text) > MAX_CHARACTERS:
+        raise NotArithmetic(f"it is longer than {MAX_CHARACTERS} characters")
     plain = text.strip().replace("×", "*").replace("·", "*").replace("÷", "/").replace("−", "-").replace("^", "**")
     try:
         tree = ast.parse(plain, mode="eval").body
@@ -92,54 +92,48 @@ def _value(node: ast.expr, functions: bool) -> Number:
         value = _value(node.operand, functions)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return _power(_value(node.left, functions), _value(node.right, functions))
+        base, exponent = _value(node.left, functions), _value(node.right, functions)
+        if not -MAX_EXPONENT <= exponent <= MAX_EXPONENT:
+            raise NotArithmetic(f"an exponent is larger than {MAX_EXPONENT}")
+        power: Any = base**exponent
+        if isinstance(power, complex):
+            raise NotArithmetic("a root of a negative number")
+        return _bounded(power)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return _bounded(OPERATORS[type(node.op)](_value(node.left, functions), _value(node.right, functions)))
     if functions and isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]
-    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords
-    if functions and called and node.func.id in FUNCTIONS:  # type: ignore[attr-defined]
-        return _bounded(FUNCTIONS[node.func.id](*(_value(part, functions) for part in node.args)))  # type: ignore[attr-defined]
+    if functions and isinstance(node, ast.Call) and not node.keywords and ast.unparse(node.func) in FUNCTIONS:
+        return _bounded(FUNCTIONS[ast.unparse(node.func)](*(_value(part, functions) for part in node.args)))
     raise NotArithmetic(f"'{ast.unparse(node)[:40]}' is not allowed in it")
-
-
-def _power(base: Number, exponent: Number) -> Number:
-    if not -MOST_EXPONENT <= exponent <= MOST_EXPONENT:
-        raise NotArithmetic(f"an exponent is larger than {MOST_EXPONENT}")
-    value: Any = base**exponent
-    if isinstance(value, complex):
-        raise NotArithmetic("a root of a negative number")
-    return _bounded(value)
 
 
 def _bounded(value: Any) -> Number:
     if isinstance(value, int):
         value = Fraction(value)
-    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
-        raise NotArithmetic("a number in it gets too large")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise NotArithmetic("a number in it gets too large")
     assert isinstance(value, Fraction | float)
+    if isinstance(value, float):
+        too_large = not math.isfinite(value)
+    else:
+        too_large = max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS
+    if too_large:
+        raise NotArithmetic("a number in it gets too large")
     return value
 
 
+def _object_schema(required: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [required], "additionalProperties": False}
+
+
 class Calculator:
-    """Works out an expression."""
+    """Evaluates an expression."""
 
     instant = True
 
     def __init__(self) -> None:
         expression = {"type": "string", "description": "such as 2 * (3 + 4) / 7 or sqrt(2)"}
-        self.spec = ToolSpec(
-            "calculator",
-            f"Works out an expression: + - * / // % ** and {', '.join(FUNCTIONS)}, pi, e. Angles are in radians.",
-            {
-                "type": "object",
-                "properties": {"expression": expression},
-                "required": ["expression"],
-                "additionalProperties": False,
-            },
-        )
+        offered = f"Works out an expression: + - * / // % ** and {', '.join(FUNCTIONS)}, pi, e. Angles are in radians."
+        self.spec = ToolSpec("calculator", offered, _object_schema("expression", expression=expression))
 
     def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
         """The value of the expression."""
@@ -149,11 +143,10 @@ class Calculator:
             return ToolResult.error(f"{error}.")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
-LEAST_SIDE = 4
-"""Pixels of a part's shorter side, of the picture it is cut from."""
+MIN_SIDE = 4  # pixels of a part's shorter side, of the picture it is cut from
 
 
 class Crop:
@@ -169,26 +162,12 @@ class Crop:
         one_of("crop", "coordinates", coordinates, ["relative", "pixels"])
         within("crop", "side", side, 16, 4096)
         self.coordinates, self.side = coordinates, side
-        counted = "from 0 to 1000 across the picture" if coordinates == "relative" else "in pixels"
-        self.spec = ToolSpec(
-            "crop",
-            "Looks again at a part of a picture: cuts out a box and enlarges it.",
-            {
-                "type": "object",
-                "properties": {
-                    "box": {
-                        "type": "array",
-                        "items": {"type": "number"},
-                        "minItems": 4,
-                        "maxItems": 4,
-                        "description": f"left, top, right, bottom, {counted}",
-                    },
-                    "picture": {"type": "integer", "description": "which picture, 0 is the first (default)"},
-                },
-                "required": ["box"],
-                "additionalProperties": False,
-            },
-        )
+        unit = "from 0 to 1000 across the picture" if coordinates == "relative" else "in pixels"
+        box = {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4}
+        box["description"] = f"left, top, right, bottom, {unit}"
+        picture = {"type": "integer", "description": "which picture, 0 is the first (default)"}
+        offered = "Looks again at a part of a picture: cuts out a box and enlarges it."
+        self.spec = ToolSpec("crop", offered, _object_schema("box", box=box, picture=picture))
 
     def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
         """The part, as a picture."""
@@ -199,10 +178,8 @@ class Crop:
         source = context.pictures[number]
         picture = context.store.picture(source)
         box = self._pixels(arguments["box"], picture.width, picture.height)
-        if min(box[2] - box[0], box[3] - box[1]) < LEAST_SIDE:
-            return ToolResult.error(
-                f"the box {arguments['box']} holds fewer than {LEAST_SIDE} pixels a side of the picture."
-            )
+        if min(box[2] - box[0], box[3] - box[1]) < MIN_SIDE:
+            return ToolResult.error(f"the box {arguments['box']} holds fewer than {MIN_SIDE} pixels a side of the picture.")
         part = picture.crop(box)
         scale = self.side / max(part.size)
         if scale > 1:
@@ -213,15 +190,15 @@ class Crop:
         return ToolResult((Text(f"Picture {len(context.pictures)}, cut out of picture {number}:\n"), media))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _pixels(self, box: list[float], width: int, height: int) -> tuple[int, int, int, int]:
-        """The box in whole pixels, within the picture, its corners in order. Numbers beyond all bounds are bounded."""
+        """The box in whole pixels, within the picture, its corners in order."""
         unit = (width / 1000, height / 1000) if self.coordinates == "relative" else (1.0, 1.0)
-        across = sorted(_within(box[i], width / unit[0]) * unit[0] for i in (0, 2))
-        down = sorted(_within(box[i], height / unit[1]) * unit[1] for i in (1, 3))
+        across = sorted(_clipped(box[i], width / unit[0]) * unit[0] for i in (0, 2))
+        down = sorted(_clipped(box[i], height / unit[1]) * unit[1] for i in (1, 3))
         return int(across[0]), int(down[0]), round(across[1]), round(down[1])
 
 
-def _within(value: float, most: float) -> float:
-    return min(max(value, 0.0), most) if value == value else 0.0
+def _clipped(value: float, most: float) -> float:
+    return 0.0 if math.isnan(value) else min(max(value, 0.0), most)

@@ -1,4 +1,9 @@
-"""Tools that a model may call while it answers: their protocol, how a call is written and checked, and the environment."""
+"""Tools that a model may call while it answers: their protocol, how a call is written and checked, and the environment.
+
+A call is ``<tool_call>{"name": "crop", "arguments": {"box": [0, 0, 500, 500]}}</tool_call>``, as Qwen's chat templates and
+geo3k ask for it. The name may also be under ``function.name``, the arguments under ``function.arguments`` or the JSON text
+of an object. Anything else between these tags is a call with a ``problem``. Reading takes time linear in the text.
+"""
 
 import json
 import re
@@ -18,6 +23,16 @@ from sensorium.vocabulary.json_schema import KEYWORDS, misfit, validator_of
 from sensorium.vocabulary.plain import attempt, printable, text_of, words
 from sensorium.vocabulary.task import Task
 
+NAME = "tools"
+CHECKED = KEYWORDS | {"prefixItems"}  # schema keywords that are checked; the tool checks the others
+OPENING = re.compile(r"<tool_call>\s*(?=\{)")
+CLOSING = re.compile(r"(?<=\})\s*</tool_call>")
+MAX_CALL = 100_000  # characters; a longer call is not read
+MAX_TEXT = 20_000  # characters of a result; the rest is cut, and the result says so
+MAX_PICTURES = 16
+
+_pool = WorkerPool("tool")  # threads of all tools of the process; too many that hang are refused
+
 
 @dataclass(frozen=True)
 class ToolSpec:
@@ -35,14 +50,14 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave: text and media in order. An error is told to the model like anything else."""
+    """What a call returned: text and media in order. An error is shown to the model like any other result."""
 
     content: tuple[Block, ...]
     is_error: bool = False
 
     @classmethod
     def error(cls, text: str) -> "ToolResult":
-        """An error, in words."""
+        """An error message."""
         return cls((Text(f"Error: {text}"),), True)
 
     @property
@@ -61,53 +76,23 @@ class ToolContext:
 
 
 class Tool(Protocol):
-    """A tool. ``call`` returns a ToolResult, a text or blocks; what it raises is told to the model as an error.
+    """A tool. ``call`` returns a ToolResult, a text or blocks; what it raises is shown to the model as an error.
 
     An ``instant`` one is plain computation and runs in place. Any other runs in a thread under a deadline and may be a
-    coroutine, unless it says ``own_deadline = True``: then it keeps its own.
+    coroutine, unless it has ``own_deadline = True``. A call that overruns its deadline is left behind in its thread. Only
+    a tool that is lost altogether (a server that died) raises EnvironmentFailure: that fails the episode.
     """
 
     spec: ToolSpec
     instant: bool
 
     def call(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
-        """Do it; the arguments fit the schema."""
+        """Carry out a call; the arguments fit the schema."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release what the tool holds."""
         ...
-
-
-CHECKED = KEYWORDS | {"prefixItems"}
-"""Keywords that arguments are held against. What else a schema says is left to the tool."""
-
-
-def argument_problem(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """What is wrong with arguments, in a sentence; empty if they fit."""
-    validator = _validator(json.dumps(schema))
-    return "" if validator is None else misfit(dict(arguments), validator)
-
-
-@lru_cache(maxsize=256)
-def _validator(schema: str) -> Any:
-    """The validator of a tool's schema; None, with a warning, for an invalid one: servers of others offer anything."""
-    try:
-        return validator_of(schema, CHECKED)
-    except ValueError as error:
-        print(f"tools: arguments are passed on unchecked: {error} ({schema:.200})", file=sys.stderr, flush=True)
-        return None
-
-
-# That is how Qwen's chat templates ask for them, and geo3k's. A name may also stand under ``function.name``, arguments
-# under ``function.arguments``, and arguments may be the JSON text of an object. Everything else is a call that says
-# what is wrong with it. Reading takes time linear in the text.
-
-
-OPENING = re.compile(r"<tool_call>\s*(?=\{)")
-CLOSING = re.compile(r"(?<=\})\s*</tool_call>")
-MOST_CHARACTERS = 100_000
-"""A longer call is not read."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +103,22 @@ class ToolCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
     is_json: bool = True
+
+
+def argument_problem(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """What is wrong with arguments, in a sentence; empty if they fit."""
+    validator = _validator(json.dumps(schema))
+    return "" if validator is None else misfit(dict(arguments), validator)
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> Any:
+    """The validator of a tool's schema; None, with a warning, for an invalid one: other people's servers offer anything."""
+    try:
+        return validator_of(schema, CHECKED)
+    except ValueError as error:
+        print(f"tools: arguments are passed on unchecked: {error} ({schema:.200})", file=sys.stderr, flush=True)
+        return None
 
 
 def calls_in(response: str) -> list[ToolCall]:
@@ -134,20 +135,20 @@ def calls_in(response: str) -> list[ToolCall]:
 
 def write_call(name: str, arguments: Mapping[str, Any]) -> str:
     """A call as a model writes it."""
-    said = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
-    return f"<tool_call>\n{said}\n</tool_call>"
+    call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _read(text: str) -> ToolCall:
-    if len(text) > MOST_CHARACTERS:
-        return ToolCall(problem=f"the call is longer than {MOST_CHARACTERS} characters", is_json=False)
+    if len(text) > MAX_CALL:
+        return ToolCall(problem=f"the call is longer than {MAX_CALL} characters", is_json=False)
     try:
-        said = json.loads(text, parse_constant=_refuse_constant)
+        call = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         return ToolCall(problem=f"the call is not JSON: {error}", is_json=False)
-    function = said.get("function")
-    within = function if isinstance(function, Mapping) else {}
-    name, arguments = said.get("name", within.get("name")), said.get("arguments", within.get("arguments", {}))
+    function = call.get("function")
+    inner = function if isinstance(function, Mapping) else {}
+    name, arguments = call.get("name", inner.get("name")), call.get("arguments", inner.get("arguments", {}))
     if not isinstance(name, str) or not name:
         return ToolCall(problem='the call has no "name"')
     if isinstance(arguments, str):
@@ -162,20 +163,6 @@ def _read(text: str) -> ToolCall:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
-
-
-# A tool that overruns its deadline is left behind in its thread, and the model is told. Only a tool that is lost
-# altogether (a server that died) raises EnvironmentFailure: that is nobody's wrong answer, and costs the episode
-# instead.
-
-
-MOST_TEXT = 20_000
-"""Characters of a result; what is longer is cut, and says so."""
-
-MOST_PICTURES = 16
-
-_pool = WorkerPool("tool")
-"""Threads for all tools of the process; one that hangs is counted, and too many of them are refused."""
 
 
 def build_tools(named: Sequence[str | Mapping[str, Any]], where: str) -> list[Tool]:
@@ -201,7 +188,7 @@ def build_tools(named: Sequence[str | Mapping[str, Any]], where: str) -> list[To
 
 
 class Toolbox:
-    """Some tools, what they may look at, and the seconds that a call may take."""
+    """Some tools, what they may look at, and the deadline of a call."""
 
     def __init__(self, tools: Sequence[Tool], context: ToolContext, deadline_s: float = 30.0) -> None:
         self.tools = {tool.spec.name: tool for tool in tools}
@@ -216,7 +203,7 @@ class Toolbox:
             return ToolResult.error(f"there is no tool '{call.name:.60}'{nearest(call.name[:60], list(self.tools))}")
         if problem := argument_problem(call.arguments, tool.spec.parameters):
             return ToolResult.error(f"{problem}.")
-        result = self._bounded(self._called(tool, call))
+        result = _bounded(self._called(tool, call))
         self.context.pictures += [block for block in result.content if isinstance(block, Media) and block.kind == "picture"]
         return result
 
@@ -236,35 +223,21 @@ class Toolbox:
             value, error = made.value, made.error
         if isinstance(error, EnvironmentFailure):
             raise error
-        if error is not None:
-            told = printable(str(error)) if isinstance(error, MediaError) else words(error)
-            return ToolResult.error(f"the tool '{call.name}' failed: {told}")
-        result, strange = attempt(_result, value)
-        return ToolResult.error(f"the tool '{call.name}' failed: {words(strange)}") if strange is not None else result
-
-    def _bounded(self, result: ToolResult) -> ToolResult:
-        """A result of bounded length: a megabyte of text, or a hundred pictures, would end the episode."""
-        left, pictures = MOST_TEXT, MOST_PICTURES
-        kept: list[Block] = []
-        for block in result.content:
-            if isinstance(block, Media):
-                pictures -= 1
-                if pictures >= 0:
-                    kept.append(block)
-            elif left > 0:
-                cut = len(block.text) > left
-                kept.append(Text(block.text[:left] + "\n[cut off here]") if cut else block)
-                left -= len(block.text)
-        return ToolResult(tuple(kept) or (Text("(nothing)"),), result.is_error)
+        if error is None:
+            value, error = attempt(_result, value)
+        if error is None:
+            result: ToolResult = value
+            return result
+        reason = printable(str(error)) if isinstance(error, MediaError) else words(error)
+        return ToolResult.error(f"the tool '{call.name}' failed: {reason}")
 
 
 def _result(value: Any) -> ToolResult:
     """What a tool returned: a ToolResult, a text, a block or a list of texts and blocks."""
-    content: Sequence[Any]
+    content: Any = value if isinstance(value, tuple | list) else (value,)
+    is_error = False
     if isinstance(value, ToolResult):
         content, is_error = value.content, bool(value.is_error)
-    else:
-        content, is_error = value if isinstance(value, tuple | list) else (value,), False
     blocks = tuple(Text(text_of(block)) if isinstance(block, str) else block for block in content)
     for block in blocks:
         if not isinstance(block, Text | Media):
@@ -274,19 +247,29 @@ def _result(value: Any) -> ToolResult:
     return ToolResult(blocks, is_error)
 
 
-# A response that calls tools is answered with what they give; one that calls none is the final answer, and ends it.
-# Reward terms judge that answer as they judge a question's. What tools and observations say is never scored.
-
-
-NAME = "tools"
+def _bounded(result: ToolResult) -> ToolResult:
+    """A result of bounded length: a megabyte of text, or a hundred pictures, would end the episode."""
+    left, pictures = MAX_TEXT, MAX_PICTURES
+    kept: list[Block] = []
+    for block in result.content:
+        if isinstance(block, Media):
+            pictures -= 1
+            if pictures >= 0:
+                kept.append(block)
+        elif left > 0:
+            cut = len(block.text) > left
+            kept.append(Text(block.text[:left] + "\n[cut off here]") if cut else block)
+            left -= len(block.text)
+    return ToolResult(tuple(kept) or (Text("(nothing)"),), result.is_error)
 
 
 class ToolUse:
     """Plays a row's question with ``tools``: names, {name, options}, or {mcp: {command or url}} for a server's tools.
 
-    ``offer`` shows them by the checkpoint's own chat template, and tells results in the role ``tool``; or in words, in the
-    system prompt, with results in the role ``user``, for templates that know no tools. Of ``max_turns`` responses the last
-    must answer: the one before it is told so.
+    A response without a call is the final answer, which reward terms judge as they judge a question's. ``offer`` shows the
+    tools by the checkpoint's own chat template, with results in the role ``tool``; or as text in the system prompt, with
+    results in the role ``user``, for templates that know no tools. Of ``max_turns`` responses the last must answer: the
+    result before it says so.
     """
 
     instant = False
@@ -309,13 +292,8 @@ class ToolUse:
         within(NAME, "deadline_s", deadline_s, 0.001, 86_400)
         if not tools:
             raise RecipeError("tools: the environment has none; name some, as in tools: [calculator, crop].")
-        self.task, self.max_turns, self.max_calls, self.offer, self.system = (
-            task,
-            max_turns,
-            max_calls_per_turn,
-            offer,
-            system,
-        )
+        self.task, self.max_turns, self.max_calls, self.system = task, max_turns, max_calls_per_turn, system
+        self.role: Literal["tool", "user"] = "tool" if offer == "template" else "user"
         self.toolbox = Toolbox(build_tools(tools, NAME), ToolContext(store, task), deadline_s)
         self.instant = all(getattr(tool, "instant", False) is True for tool in self.toolbox.tools.values())
         self._turn, self._over = 0, True
@@ -327,40 +305,39 @@ class ToolUse:
         self.toolbox.context.pictures = [item for message in asked for item in message.media if item.kind == "picture"]
         offered = [tool.spec.offered() for tool in self.toolbox.tools.values()]
         first = head[0] if head else system(self.system)
-        if self.offer == "template":
-            head = (Message("system", first.content, json.dumps(offered, ensure_ascii=False)), *head[1:])
-        else:
-            head = (Message("system", (*first.content, Text(f"\n\n{in_words(offered)}"))), *head[1:])
-        return head, Observation(asked)
+        if self.role == "tool":
+            return (Message("system", first.content, json.dumps(offered, ensure_ascii=False)), *head[1:]), Observation(
+                asked
+            )
+        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in offered)
+        example = '<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
+        offer = Text(f"\n\nYou may call these tools:\n{listed}\nTo call one, write: {example}")
+        return (Message("system", (*first.content, offer)), *head[1:]), Observation(asked)
 
     def step(self, response: str) -> StepResult:
-        """Make the calls of a response, or take it for the answer."""
+        """Make the calls of a response, or take it as the answer."""
         if self._over:
             raise EnvironmentFailure(
                 f"task {self.task.id}: its answer was given (or nothing was asked yet); reset it first."
             )
         self._turn += 1
         calls = calls_in(response)
-        info: dict[str, Any] = {
-            "valid": True,
-            "calls": len(calls),
-            "tools": ", ".join(call.name[:60] for call in calls[:8]),
-        }
+        called = ", ".join(call.name[:60] for call in calls[:8])
+        info: dict[str, Any] = {"valid": True, "calls": len(calls), "tools": called}
         if not calls or self._turn >= self.max_turns:
             self._over = True
             return StepResult(None, done=True, truncated=bool(calls), info=info)
         results = [self.toolbox.run(call) for call in calls[: self.max_calls]]
         info["errors"] = sum(result.is_error for result in results)
-        left = self.max_turns - self._turn
-        told = "" if len(calls) <= self.max_calls else f"\nOnly the first {self.max_calls} calls of a response are made."
-        told += "\nThis was the last call: answer now, without calling a tool." if left == 1 else ""
-        role: Literal["tool", "user"] = "tool" if self.offer == "template" else "user"
-        messages = [Message(role, result.content) for result in results]
-        if told:
-            messages[-1] = Message(role, (*messages[-1].content, Text(told)))
-        if role == "user" and len(messages) > 1:
-            messages = [Message(role, tuple(block for message in messages for block in (*message.content, Text("\n"))))]
-        return StepResult(Observation(tuple(messages)), info=info)
+        note = "" if len(calls) <= self.max_calls else f"\nOnly the first {self.max_calls} calls of a response are made."
+        if self._turn + 1 == self.max_turns:
+            note += "\nThis was the last call: answer now, without calling a tool."
+        contents = [result.content for result in results]
+        if note:
+            contents[-1] = (*contents[-1], Text(note))
+        if self.role == "user" and len(contents) > 1:
+            contents = [tuple(block for content in contents for block in (*content, Text("\n")))]
+        return StepResult(Observation(tuple(Message(self.role, content) for content in contents)), info=info)
 
     def demonstrate(self) -> str:
         """A row's ``demonstration`` has a response for each turn; none is known beyond them."""
@@ -369,10 +346,3 @@ class ToolUse:
     def close(self) -> None:
         """Close the tools."""
         self.toolbox.close()
-
-
-def in_words(offered: Sequence[Mapping[str, Any]]) -> str:
-    """Tools for a prompt, and how to call them."""
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in offered)
-    example = '{"name": "…", "arguments": {…}}'
-    return f"You may call these tools:\n{listed}\nTo call one, write: <tool_call>{example}</tool_call>"

@@ -1,84 +1,41 @@
-"""An environment behind an OpenEnv server, over its WebSocket."""
+"""An environment behind an OpenEnv server, over its WebSocket.
+
+Steps of OpenEnv have no id, so a step is sent once and never again. A missing reply or a lost connection fails the episode:
+a new connection would be another environment that was never reset. Only connecting is tried again, while the server is
+full: nothing has acted by then.
+"""
 
 import json
 import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.adapters.content import key_of, picture, text_form
+from sensorium.envs.adapters.content import byte_array, key_of, picture, text_form
 from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.responses import ResponseFormat
-from sensorium.vocabulary.content import Message, Text, system
+from sensorium.vocabulary.content import Message, Text, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
-# {"screenshot": "base64"} PNG or JPEG as base64, or a list of them {"screenshot": "pixels"} nested whole numbers,
-# [height][width][3] {"screen": "screen_shape"} flat whole numbers, and the field that holds their shape {"result":
-# "mcp"} content blocks of a tool's result, of which the images are taken
-
-
-def pictures_of(fields: Mapping[str, Any], media: Mapping[str, Any], where: str) -> tuple[list[Any], set[str]]:
-    """The pictures that an observation's fields hold, in the order of the map, and the fields that are used up by them."""
-    found: list[Any] = []
-    used: set[str] = set()
-    for field, form in media.items():
-        value = fields.get(field)
-        if value is None:
-            continue
-        if form == "mcp":
-            found += _of_blocks(value)
-            continue
-        used.add(field)
-        if form in ("base64", "pixels"):
-            several = form == "base64" and isinstance(value, list)
-            found += value if several else [value]
-        elif form in fields:
-            used.add(form)
-            found.append(_shaped(value, fields[form], where))
-        else:
-            raise EnvironmentFailure(f"{where}: '{field}' is a picture of form '{form}', and there is no field '{form}'.")
-    return found, used
-
-
-def _of_blocks(result: Any) -> list[Any]:
-    blocks = result.get("content") if isinstance(result, Mapping) else result
-    return [
-        block["data"]
-        for block in (blocks if isinstance(blocks, list) else [])
-        if isinstance(block, Mapping) and block.get("type") == "image" and "data" in block
-    ]
-
-
-def _shaped(flat: Any, shape: Any, where: str) -> Any:
-    try:
-        numbers = np.asarray(flat)
-        if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() > 255:
-            raise ValueError("whole numbers from 0 to 255 are needed")
-        return numbers.astype(np.uint8).reshape([int(side) for side in shape])
-    except (ValueError, TypeError) as error:
-        raise EnvironmentFailure(f"{where}: its numbers are no picture of shape {shape!r:.40}: {error}") from error
-
-
-# Invariants: its steps have no id, so a step is sent once and never again. A reply that does not come, or a connection
-# that is lost, ends the episode as failed: a new connection would be another environment that was never reset. Only
-# connecting is tried again, while the server has no place free: nothing has acted by then.
-
-
 NAME = "openenv"
-MOST_BYTES = 100 * 1024 * 1024
+MAX_BYTES = 100 * 1024 * 1024
 FULL = "CAPACITY_REACHED"
 
 
 class OpenEnvironment:
-    """``url`` of the server. A response's answer goes into ``field`` of the action, or names one of ``actions``.
-    A field may lie within another: ``arguments.message``.
+    """``url`` of the server. A response's answer goes into ``field`` of the action (``arguments.message`` is a field within
+    another), or names one of ``actions``.
 
-    Without ``response_format`` the whole response is the answer. ``media`` {field: form} says which fields of the
-    observation are pictures (``openenv_media``); ``text`` names those that are shown, by default all others. ``reset`` are
-    further keys for the server's reset. An episode is a success if it ends with a reward above ``success_above``.
+    Without ``response_format`` the whole response is the answer. ``text`` names the fields of the observation to show, by
+    default all that are no pictures. ``reset`` are further keys for the server's reset. An episode is a success if it ends
+    with a reward above ``success_above``. ``media`` {field: form} names the fields that are pictures:
+
+        {"screenshot": "base64"}        PNG or JPEG as base64, or a list of them
+        {"screenshot": "pixels"}        nested whole numbers, [height][width][3]
+        {"screen": "screen_shape"}      flat whole numbers, and the field that holds their shape
+        {"result": "mcp"}               content blocks of a tool's result, of which the images are taken
     """
 
     instant = False
@@ -107,7 +64,7 @@ class OpenEnvironment:
         within(NAME, "deadline_s", deadline_s, 0.001, 86_400)
         within(NAME, "connect_s", connect_s, 0.001, 86_400)
         if not field and not actions:
-            raise RecipeError(f"{NAME}: say where an answer goes: field: message, or actions: {{left: {{move: l}}}}.")
+            raise RecipeError(f"{NAME}: set where an answer goes: field: message, or actions: {{left: {{move: l}}}}.")
         self.store, self.url, self.field, self.headers = store, _address(url), field, dict(headers or {})
         self.actions = {name.lower(): dict(held) for name, held in (actions or {}).items()}
         self.action, self.media, self.text, self.keys = dict(action or {}), dict(media or {}), text, dict(reset or {})
@@ -120,7 +77,7 @@ class OpenEnvironment:
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What a seed leads to: what the environment shows first."""
+        """A hash of what the environment shows first."""
         environment = cls(MediaStore(), **options)
         try:
             return key_of(environment.reset(seed)[1].messages)
@@ -132,12 +89,11 @@ class OpenEnvironment:
         self.close()
         self._seed, self._turn, self._over = seed, 0, False
         reply = self._connect({"seed": seed, **self.keys})
+        names = ", ".join(self.actions)
         if self.format is None:
-            form = f"Answer with one of: {', '.join(self.actions)}." if self.actions else ""
+            form = f"Answer with one of: {names}." if names else ""
         else:
-            form = f"Answer in this form:\n{self.format.shown()}" + (
-                f"\nAnswers: {', '.join(self.actions)}." if self.actions else ""
-            )
+            form = f"Answer in this form:\n{self.format.shown()}" + (f"\nAnswers: {names}." if names else "")
         rules = "\n".join(filter(None, (self.rules, form)))
         return ((system(rules),) if rules else ()), self._shown(reply)
 
@@ -157,17 +113,12 @@ class OpenEnvironment:
         truncated = not done and self._turn >= self.max_turns
         self._over = done or truncated
         success = done and reward is not None and reward > self.success_above
-        return StepResult(
-            observation=None if self._over else self._shown(reply),
-            reward=reward,
-            done=self._over,
-            truncated=truncated,
-            success=success if self._over else None,
-            info={"valid": True, "format": well_formed, "success": success},
-        )
+        info = {"valid": True, "format": well_formed, "success": success}
+        shown = None if self._over else self._shown(reply)
+        return StepResult(shown, reward, self._over, truncated, success if self._over else None, info)
 
     def demonstrate(self) -> str:
-        """Nobody knows a good action here."""
+        """There is none."""
         raise EnvironmentFailure(f"{self.url}: there is no demonstration; warm start from rows that have one.")
 
     def close(self) -> None:
@@ -177,17 +128,12 @@ class OpenEnvironment:
         if connection is not None:
             connection.close()
 
-    def _refused(self, told: str, well_formed: bool) -> StepResult:
-        """Nothing was done: the model is told, and the turn is spent."""
+    def _refused(self, why: str, well_formed: bool) -> StepResult:
+        """Nothing was done: the model is shown why, and the turn is spent."""
         self._over = self._turn >= self.max_turns
-        return StepResult(
-            observation=None if self._over else Observation((Message("user", (Text(told),)),)),
-            reward=0.0,
-            done=self._over,
-            truncated=self._over,
-            success=False if self._over else None,
-            info={"valid": False, "format": well_formed, "success": False},
-        )
+        shown = None if self._over else Observation((user(why),))
+        info = {"valid": False, "format": well_formed, "success": False}
+        return StepResult(shown, 0.0, self._over, self._over, False if self._over else None, info)
 
     def _action(self, response: str) -> tuple[dict[str, Any] | None, bool]:
         """The action of a response, None if it names none; and whether it has the form asked for."""
@@ -200,7 +146,7 @@ class OpenEnvironment:
         return (None if answer is None else _with(self.action, self.field.split("."), answer)), well_formed
 
     def _connect(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Connect and reset. A server without a free place is asked again until the time is up."""
+        """Connect and reset. A full server is asked again until the time is up."""
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 
@@ -208,7 +154,7 @@ class OpenEnvironment:
         while True:
             try:
                 self._connection = connect(
-                    self.url, open_timeout=self.connect_s, max_size=MOST_BYTES, additional_headers=self.headers
+                    self.url, open_timeout=self.connect_s, max_size=MAX_BYTES, additional_headers=self.headers
                 )
             except (OSError, TimeoutError, WebSocketException) as error:
                 raise EnvironmentFailure(f"{self.url}: no connection to the OpenEnv server: {error}") from error
@@ -224,7 +170,7 @@ class OpenEnvironment:
             pause = min(2 * pause, 2.0)
 
     def _ask(self, frame: dict[str, Any]) -> dict[str, Any]:
-        """Send a frame and wait for its reply. What is lost stays lost."""
+        """Send a frame and wait for its reply."""
         from websockets.exceptions import WebSocketException
 
         try:
@@ -232,7 +178,7 @@ class OpenEnvironment:
         except (OSError, WebSocketException) as error:
             if frame["type"] != "reset":
                 raise self._lost(error) from error
-        try:  # a full server says so unasked and closes: its word is read although nothing could be sent
+        try:  # a full server says so and closes without being asked: read that although nothing could be sent
             reply = json.loads(self._connection.recv(timeout=self.deadline_s))
         except (OSError, TimeoutError, WebSocketException, ValueError) as error:
             raise self._lost(error) from error
@@ -252,20 +198,43 @@ class OpenEnvironment:
 
     def _shown(self, reply: dict[str, Any]) -> Observation:
         """The fields of an observation: texts one a line, then pictures."""
-        held = reply["data"].get("observation")
-        fields = held if isinstance(held, Mapping) else {"observation": held}
+        observation = reply["data"].get("observation")
+        fields = observation if isinstance(observation, Mapping) else {"observation": observation}
         where = f"{self.url} seed {self._seed} turn {self._turn}"
         found, used = pictures_of(fields, self.media, where)
-        texts = {
-            key: value
-            for key, value in fields.items()
-            if (key in self.text if self.text is not None else key not in used and key != "metadata" and value is not None)
-        }
+        texts = {key: value for key, value in fields.items() if self.text is not None and key in self.text}
+        if self.text is None:
+            hidden = {*used, "metadata"}
+            texts = {key: value for key, value in fields.items() if key not in hidden and value is not None}
         lone = len(texts) == 1
         lines = "\n".join(text_form(value) if lone else f"{key}: {text_form(value)}" for key, value in texts.items())
         blocks = [Text(lines)] if lines else []
         shown = tuple(picture(self.store, item, where) for item in found)
         return Observation((Message("user", (*blocks, *shown) or (Text("(nothing is shown)"),)),))
+
+
+def pictures_of(fields: Mapping[str, Any], media: Mapping[str, Any], where: str) -> tuple[list[Any], set[str]]:
+    """The pictures that an observation's fields hold, in the order of ``media``, and the fields that hold only these."""
+    found: list[Any] = []
+    used: set[str] = set()
+    for field, form in media.items():
+        value = fields.get(field)
+        if value is None:
+            continue
+        if form == "mcp":
+            blocks = value.get("content") if isinstance(value, Mapping) else value
+            items = [block for block in (blocks if isinstance(blocks, list) else []) if isinstance(block, Mapping)]
+            found += [block["data"] for block in items if block.get("type") == "image" and "data" in block]
+            continue
+        used.add(field)
+        if form in ("base64", "pixels"):
+            found += value if form == "base64" and isinstance(value, list) else [value]
+        elif form in fields:
+            used.add(form)
+            found.append(byte_array(value, where, fields[form]))
+        else:
+            raise EnvironmentFailure(f"{where}: '{field}' is a picture of form '{form}', and there is no field '{form}'.")
+    return found, used
 
 
 def _with(action: Mapping[str, Any], path: Sequence[str], answer: str) -> dict[str, Any]:
@@ -276,19 +245,14 @@ def _with(action: Mapping[str, Any], path: Sequence[str], answer: str) -> dict[s
 
 
 def _address(url: str) -> str:
-    for scheme, socket in (("http://", "ws://"), ("https://", "wss://")):
-        if url.startswith(scheme):
-            url = socket + url.removeprefix(scheme)
-    if not url.startswith(("ws://", "wss://")):
+    socket = re.sub(r"^http(s?)://", r"ws\1://", url)
+    if not socket.startswith(("ws://", "wss://")):
         raise RecipeError(f"{NAME}: '{url}' is no address of a server; it is like ws://127.0.0.1:8000/ws.")
-    return url if url.rstrip("/").endswith("/ws") else f"{url.rstrip('/')}/ws"
+    return socket if socket.rstrip("/").endswith("/ws") else f"{socket.rstrip('/')}/ws"
 
 
 def _problems(reply: Mapping[str, Any]) -> str:
     data = reply["data"]
-    details = [
-        f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}"
-        for e in data.get("errors") or ()
-        if isinstance(e, Mapping)
-    ]
+    errors = [error for error in data.get("errors") or () if isinstance(error, Mapping)]
+    details = [f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}" for error in errors]
     return "; ".join([str(data.get("message") or data.get("code")), *details])[:1000]

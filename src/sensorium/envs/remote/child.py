@@ -7,7 +7,7 @@ import os
 import resource
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.wire import Json, bytes_of, pack, reset_to_json, step_to_json, unpack
@@ -25,15 +25,18 @@ def main(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib * MIB, memory_mib * MIB))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     host = _Host()
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
-        operation, _ = unpack(frame)
+    while len(head := sys.stdin.buffer.read(8)) == 8:
+        (length,) = struct.unpack(">Q", head)
+        operation, _ = unpack(sys.stdin.buffer.read(length))
         try:
             body: Json = {"value": host.perform(operation)}
             reply = pack(body, bytes_of(body, host.store))
-        except (Exception, SystemExit) as error:  # whatever the environment raises is told to who asked
-            told = str(error) if isinstance(error, SensoriumError) else words(error)
-            reply = pack({"error": told.encode("utf-8", "replace").decode()}, {})
-        write_frame(replies, reply)
+        except (Exception, SystemExit) as error:  # whatever the environment raises is the reply
+            why = str(error) if isinstance(error, SensoriumError) else words(error)
+            reply = pack({"error": why.encode("utf-8", "replace").decode()}, {})
+        rest = memoryview(framed(reply))
+        while rest:
+            rest = rest[replies.write(rest) :]
 
 
 class _Host:
@@ -51,9 +54,8 @@ class _Host:
             self.environment = build("environment", operation["environment"], operation["options"], where, store=self.store)
             return None
         if kind == "content_key":
-            return str(
-                resolve("environment", operation["environment"]).content_key(operation["seed"], operation["options"])
-            )
+            kind_of_environment = resolve("environment", operation["environment"])
+            return str(kind_of_environment.content_key(operation["seed"], operation["options"]))
         if kind == "reset":
             return reset_to_json(*self.environment.reset(operation["seed"]))
         if kind == "step":
@@ -65,26 +67,9 @@ class _Host:
         return environment.close() if environment is not None else None
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame, None at the end."""
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    (length,) = struct.unpack(">Q", head)
-    return stream.read(length)
-
-
 def framed(frame: bytes) -> bytes:
     """A frame after its length."""
     return struct.pack(">Q", len(frame)) + frame
-
-
-def write_frame(stream: BinaryIO, frame: bytes) -> None:
-    """Write a frame after its length, all of it."""
-    rest = memoryview(framed(frame))
-    while rest:
-        rest = rest[stream.write(rest) :]
-    stream.flush()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,20 @@
-"""The client of environment services: several servers, one connection each, sessions that stay where they began."""
+"""The client of environment services: several servers, one connection each, sessions that stay where they began.
+
+Invariants:
+- Everything runs in one event loop, in the client's thread. An operation waits for its reply at most its deadline. When the
+  connection breaks, all operations that wait on it end with ConnectionLost. They may have been carried out, and may be sent
+  again: the server carries out each once.
+- Opening goes to the server with the fewest sessions, and to the next one if it is full or gone; a server is asked again
+  under the same id, so that no session is opened twice.
+- A lost step is requested again, at the same server under the same number, so it acts once. If the server does not come
+  back in time, or no longer knows the session, the episode fails. A server that is known to be ``gone`` for good (a worker
+  of the run that died) is not waited for: its sessions are EnvironmentLost.
+"""
 
 import asyncio
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -28,13 +40,13 @@ from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, MediaError, RecipeError
 from sensorium.vocabulary.secrets import holds_key, masked
 
-# Invariants: everything runs in one event loop, that of the client's thread. An operation waits for its reply at most
-# its deadline. When the connection breaks, all operations that wait on it end with ConnectionLost; whether they were
-# carried out is not known, and who sent them may send them again: the server carries each out once.
+KEY = "SENSORIUM_SERVICE_KEY"
+NO_ENTRY = (401, 403)  # statuses of a refused connection: the key is wrong, or the server does not have that name
+DOWN_S = 2.0  # how long a server that could not be reached is asked last
+PLACED_RETRY_S = 60.0  # how long a lost reply of a worker that may be alive is requested again
 
-
-NO_ENTRY = (401, 403)
-"""Statuses of a server that takes no connection: the key is wrong, or it does not have the name it was asked by."""
+_clients: dict[tuple[tuple[str, ...], str], "EnvironmentClient"] = {}
+_lock = threading.Lock()
 
 
 class ConnectionLost(Exception):
@@ -44,9 +56,9 @@ class ConnectionLost(Exception):
 class ServerRefusal(Exception):
     """The server's answer to an operation that it does not carry out: a status and why."""
 
-    def __init__(self, status: int, why: str, retry_after_s: float) -> None:
+    def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
-        self.status, self.why, self.retry_after_s = status, why, retry_after_s
+        self.status, self.why = status, why
 
 
 class Connection:
@@ -77,12 +89,10 @@ class Connection:
             raise ConnectionLost(f"{self.url}: no reply within {deadline_s:g} s") from error
         finally:
             self._waiting.pop(number, None)
-        if "value" in answer:
-            value: Json = answer["value"]
-            return value
-        raise ServerRefusal(
-            int(answer.get("status", 500)), str(answer.get("why", "")), float(answer.get("retry_after_s", 0))
-        )
+        if "value" not in answer:
+            raise ServerRefusal(int(answer.get("status", 500)), str(answer.get("why", "")))
+        value: Json = answer["value"]
+        return value
 
     async def close(self) -> None:
         """End it."""
@@ -100,11 +110,11 @@ class Connection:
                 async with asyncio.timeout(self._connect_s):
                     socket = await connect(self.url, max_size=MOST_BYTES, additional_headers=headers, compression=None)
             except InvalidStatus as error:
-                why = (error.response.body or b"").decode("utf-8", "replace")
-                told = f"no connection: {error} {why:.500}".rstrip()
+                body = (error.response.body or b"").decode("utf-8", "replace")
+                why = f"no connection: {error} {body:.500}".rstrip()
                 if error.response.status_code in NO_ENTRY:
-                    raise ServerRefusal(error.response.status_code, told, 0.0) from error
-                raise ConnectionLost(f"{self.url}: {told}") from error
+                    raise ServerRefusal(error.response.status_code, why) from error
+                raise ConnectionLost(f"{self.url}: {why}") from error
             except (OSError, TimeoutError, WebSocketException) as error:
                 raise ConnectionLost(f"{self.url}: no connection: {error}") from error
             self._socket = socket
@@ -126,7 +136,7 @@ class Connection:
         try:
             while True:
                 await self._wake.wait()
-                await asyncio.sleep(0)  # what is asked in the same moment goes out together
+                await asyncio.sleep(0)  # operations of the same moment are sent together
                 self._wake.clear()
                 outgoing, self._outgoing = self._outgoing, []
                 if outgoing:
@@ -135,7 +145,7 @@ class Connection:
             self._break(str(error) or type(error).__name__)
 
     def _deliver(self, reply: Json, media: dict[str, bytes]) -> None:
-        """Hand a reply to who waits for it, its pictures first."""
+        """Pass a reply to who waits for it, its pictures first."""
         waiting = self._waiting.get(reply.get("id", 0))
         if waiting is None or waiting[0].done():
             return
@@ -145,35 +155,18 @@ class Connection:
         answer.set_result(reply)
 
     def _break(self, why: str) -> None:
-        """Everybody who waits hears that the connection is lost."""
+        """End the connection, and every operation that waits on it with ConnectionLost."""
         socket, self._socket = self._socket, None
         tasks, self._tasks = self._tasks, []
         self._outgoing = []
         for reply, _ in self._waiting.values():
             if not reply.done():
                 reply.set_exception(ConnectionLost(f"{self.url}: {why}"))
-        current = None
-        with suppress(RuntimeError):
-            current = asyncio.current_task()
         for task in tasks:
-            if task is not current:
+            if task is not asyncio.current_task():
                 task.cancel()
         if socket is not None:
             socket.transport.abort()
-
-
-# Invariants: a session belongs to one server. Opening goes to the server with the fewest sessions, and to the next one
-# if it is full or gone; what is asked of a server again is asked under the same id, so that no session is opened twice.
-# A step whose reply was lost is asked for again, at the same server under the same number, so it acts once; if the
-# server does not come back in time, or does not know the session any more, the episode fails. A server that is known to
-# be ``gone`` for good (a worker of the run that died) is not waited for: its sessions are EnvironmentLost.
-
-
-_clients: dict[tuple[tuple[str, ...], str], "EnvironmentClient"] = {}
-_lock = threading.Lock()
-
-DOWN_S = 2.0
-"""How long a server that could not be reached is asked last."""
 
 
 def shared_client(servers: Sequence[str], key: str) -> "EnvironmentClient":
@@ -188,31 +181,57 @@ def shared_client(servers: Sequence[str], key: str) -> "EnvironmentClient":
 
 def socket_address(server: str) -> str:
     """The WebSocket of a server given as http://host:port."""
-    for scheme, socket in (("http://", "ws://"), ("https://", "wss://")):
-        if server.startswith(scheme):
-            server = socket + server.removeprefix(scheme)
-    if not server.startswith(("ws://", "wss://")):
+    url = re.sub(r"^http(s?)://", r"ws\1://", server)
+    if not url.startswith(("ws://", "wss://")):
         raise RecipeError(f"remote: '{server}' is no address of a server; it is like http://127.0.0.1:8300.")
-    if holds_key(server):
+    if holds_key(url):
         raise RecipeError(
             "remote: an address of servers has a user, a password or a query (?…). A key does not belong into a recipe: "
-            "leave it out and set the environment variable SENSORIUM_SERVICE_KEY."
+            f"leave it out and set the environment variable {KEY}."
         )
-    return f"{server.rstrip('/').removesuffix('/v1/ws')}/v1/ws"
+    return f"{url.rstrip('/').removesuffix('/v1/ws')}/v1/ws"
+
+
+class Server:
+    """A server, how many sessions are open there, and until when it counts as down; ``gone``: for ever.
+
+    If ``reported``, its absence and its return are printed once each, because other servers would hide them.
+    """
+
+    def __init__(self, connection: Connection, *, reported: bool = True) -> None:
+        self.connection, self.sessions, self.down_until, self.gone = connection, 0, 0.0, False
+        self.reported, self.away = reported, False
+
+    def is_away(self, why: str, others: int) -> None:
+        """It could not be reached, or refuses the connection."""
+        if self.reported and not self.away:
+            self.away = True
+            notice = f"remote environment: {why}. Is it running? It is asked again; servers beside it: {others}."
+            print(notice, file=sys.stderr, flush=True)
+
+    def answers(self) -> None:
+        """It has answered."""
+        if self.away:
+            self.away = False
+            print(f"remote environment: {self.connection.url} answers again.", file=sys.stderr, flush=True)
+
+    def rank(self) -> tuple[bool, int]:
+        """Servers of lower rank are asked first."""
+        return time.monotonic() < self.down_until, self.sessions
 
 
 class EnvironmentClient:
-    """Talks to the servers from a thread of its own; ``run`` waits for it from any other."""
+    """Talks to the servers from a thread of its own; ``run`` waits for it from any other thread."""
 
     def __init__(self, addresses: Sequence[str], key: str = "", connect_s: float = 10.0) -> None:
         self._given = key, connect_s
         self.servers = [Server(Connection(address, key, connect_s)) for address in addresses]
         self._loop = asyncio.new_event_loop()
-        self._at_work: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         threading.Thread(target=self._loop.run_forever, name="environment-client", daemon=True).start()
 
     def add(self, address: str) -> "Server":
-        """Ask this server, a worker of the run, too from now on; who started it reports its end."""
+        """Use this server, a worker of the run, too from now on; who started it reports its end."""
         server = Server(Connection(socket_address(address), *self._given), reported=False)
         self._loop.call_soon_threadsafe(self.servers.append, server)
         return server
@@ -233,10 +252,10 @@ class EnvironmentClient:
         seed: int,
         store: MediaStore,
         deadline_s: float,
-        tell: Callable[[str], None] = lambda why: None,
+        waiting: Callable[[str], None] = lambda why: None,
     ) -> tuple["RemoteSession", Json]:
-        """Open a session at some server; returns it and what its reset gave. While it waits, ``tell`` hears what for."""
-        until, pause, told = time.monotonic() + deadline_s, 0.05, ""
+        """Open a session at some server; returns it and the reply to its reset. ``waiting`` gets the reasons of waits."""
+        until, pause, why = time.monotonic() + deadline_s, 0.05, ""
         operation = {"op": "open", "environment": environment, "options": options, "seed": seed}
         sessions: dict[Server, RemoteSession] = {}
         doubtful: set[RemoteSession] = set()
@@ -247,56 +266,54 @@ class EnvironmentClient:
                 denied = 0
                 for server in sorted(self.servers, key=Server.rank):
                     session = sessions.setdefault(server, RemoteSession(server, str(uuid4()), store))
-                    server.sessions += 1  # before it is open: those that open at the same moment go to other servers
+                    server.sessions += 1  # before it is open: sessions that open at the same moment go to other servers
                     try:
                         reply = await session.ask(operation, max(0.001, until - time.monotonic()))
                         doubtful.discard(session)
                         server.answers()
+                        session.counted = True
                         return session, reply
-                    except ConnectionLost as error:  # it may have been opened all the same
-                        server.sessions -= 1
-                        doubtful.add(session)
-                        server.down_until, told = time.monotonic() + DOWN_S, str(error)
-                        server.is_away(told, len(self.servers) - 1)
+                    except ConnectionLost as error:
+                        doubtful.add(session)  # it may have been opened
+                        why = str(error)
                     except ServerRefusal as refusal:
-                        server.sessions -= 1
-                        told = f"{server.connection.url}: {refusal.why}"
-                        if refusal.status in NO_ENTRY:  # another may let us in
-                            server.down_until, denied = time.monotonic() + DOWN_S, denied + 1
-                            server.is_away(told, len(self.servers) - 1)
-                        elif refusal.status != 503:
-                            raise EnvironmentFailure(told) from refusal
+                        why = f"{server.connection.url}: {refusal.why}"
+                        if refusal.status == 503:
+                            continue
+                        if refusal.status not in NO_ENTRY:
+                            raise EnvironmentFailure(why) from refusal
+                        denied += 1
+                    finally:
+                        server.sessions -= not session.counted
+                    server.down_until = time.monotonic() + DOWN_S
+                    server.is_away(why, len(self.servers) - 1)
                 if denied and denied == len(self.servers):
-                    raise EnvironmentFailure(told)
-                tell(told)
+                    raise EnvironmentFailure(why)
+                waiting(why)
                 if time.monotonic() + pause > until:
-                    raise EnvironmentFailure(f"no session could be opened within {deadline_s:g} s: {told}")
+                    raise EnvironmentFailure(f"no session could be opened within {deadline_s:g} s: {why}")
                 await asyncio.sleep(pause * (0.5 + random.random()))
                 pause = min(2 * pause, 2.0)
         finally:
             for session in doubtful:
-                self._keep(session.give_up())
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that nobody waits for."""
-        task = self._loop.create_task(work)
-        self._at_work.add(task)
-        task.add_done_callback(self._at_work.discard)
+                closing = self._loop.create_task(session.close(DOWN_S))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
 
     async def content_keys(self, environment: str, options: Json, seeds: Sequence[int], deadline_s: float) -> list[str]:
         """What seeds lead to, by a server's own environment."""
-        told = ""
+        why = ""
         for server in sorted(self.servers, key=Server.rank):
             operation = {"op": "content_keys", "environment": environment, "options": options, "seeds": list(seeds)}
             try:
                 found: list[str] = (await server.connection.ask(operation, deadline_s))["keys"]
                 return found
             except ConnectionLost as error:
-                told = str(error)
-                server.is_away(told, len(self.servers) - 1)
+                why = str(error)
+                server.is_away(why, len(self.servers) - 1)
             except ServerRefusal as refusal:
                 raise RecipeError(f"remote: {refusal.why}") from refusal
-        raise RecipeError(f"remote: no server answers: {told}")
+        raise RecipeError(f"remote: no server answers: {why}")
 
     def close(self) -> None:
         """End all connections."""
@@ -305,46 +322,19 @@ class EnvironmentClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-class Server:
-    """A server, how many sessions are open there, and until when it is taken for down; ``gone``: for ever.
-
-    If ``reported``, that it is away and that it is back is printed once each, because other servers would hide it.
-    """
-
-    def __init__(self, connection: Connection, *, reported: bool = True) -> None:
-        self.connection, self.sessions, self.down_until, self.gone = connection, 0, 0.0, False
-        self.reported, self.away = reported, False
-
-    def is_away(self, why: str, others: int) -> None:
-        """It could not be reached, or lets nobody in."""
-        if self.reported and not self.away:
-            self.away = True
-            print(
-                f"remote environment: {why}. Is it running? It is asked again; servers beside it: {others}.",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def answers(self) -> None:
-        """It has answered."""
-        if self.away:
-            self.away = False
-            print(f"remote environment: {self.connection.url} answers again.", file=sys.stderr, flush=True)
-
-    def rank(self) -> tuple[bool, int]:
-        """The one to ask first has the lowest."""
-        return time.monotonic() < self.down_until, self.sessions
-
-
 class RemoteSession:
-    """A session at one server. Steps are counted here, so that one that is asked for again is known there."""
+    """A session at one server. Steps are numbered here, so that the server recognises a repeated one."""
 
     def __init__(self, server: Server, id: str, store: MediaStore) -> None:
         self.server, self.id, self.store, self.number = server, id, store, 0
-        self._open = True
+        self.counted = False  # among the server's sessions
+
+    async def ask(self, operation: Json, deadline_s: float) -> Json:
+        """One operation on this session."""
+        return await self.server.connection.ask({**operation, "session": self.id}, deadline_s, self.store)
 
     async def step(self, response: str, deadline_s: float, retry_s: float) -> Json:
-        """Act, once: a lost reply is asked for again for ``retry_s``."""
+        """Act, once: a lost reply is requested again for ``retry_s``."""
         self.number += 1
         operation = {"op": "step", "number": self.number, "response": response}
         until, pause = time.monotonic() + deadline_s, 0.05
@@ -359,7 +349,7 @@ class RemoteSession:
                 if now + pause > min(until, lost_at + retry_s):
                     raise EnvironmentFailure(f"step {self.number} is lost: {error}") from error
             except ServerRefusal as refusal:
-                self._refuse_gone(refusal)  # another has come in its place, and does not know the session
+                self._refuse_gone(refusal)  # its successor does not know the session
                 raise EnvironmentFailure(f"{self.server.connection.url}: {refusal.why}") from refusal
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 1.0)
@@ -373,38 +363,21 @@ class RemoteSession:
             raise EnvironmentFailure(f"{self.server.connection.url}: {error}") from error
 
     async def close(self, deadline_s: float) -> None:
-        """Give it back; a server that is gone has nothing to give back."""
-        if self._open:
-            self._open = False
-            self.server.sessions -= 1
-            try:
-                await self.ask({"op": "close"}, deadline_s)
-            except (ConnectionLost, ServerRefusal):
-                return
-
-    async def give_up(self) -> None:
-        """Close it if it was opened; a server that cannot be asked closes it when its lease is over."""
-        try:
-            await self.ask({"op": "close"}, DOWN_S)
-        except (ConnectionLost, ServerRefusal):
-            return
+        """Close it; a server that cannot be asked closes it when its lease is over."""
+        self.server.sessions -= self.counted
+        self.counted = False
+        with suppress(ConnectionLost, ServerRefusal):
+            await self.ask({"op": "close"}, deadline_s)
 
     def _refuse_gone(self, error: Exception) -> None:
         if self.server.gone:
             raise EnvironmentLost(f"step {self.number} is lost: {error}") from error
 
-    async def ask(self, operation: Json, deadline_s: float) -> Json:
-        """One operation on this session."""
-        return await self.server.connection.ask({**operation, "session": self.id}, deadline_s, self.store)
-
-
-KEY = "SENSORIUM_SERVICE_KEY"
-
 
 class RemoteEnvironment:
     """``environment`` with ``options`` at one of ``servers`` (addresses). The key is read from SENSORIUM_SERVICE_KEY.
 
-    A call takes at most ``deadline_s``; a lost reply is asked for again for ``retry_s``, and never acts twice.
+    A call takes at most ``deadline_s``; a lost reply is requested again for ``retry_s``, and never acts twice.
     """
 
     instant = False
@@ -437,7 +410,7 @@ class RemoteEnvironment:
         return str(remote._client.run(asked)[0])
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Open a session by the seed. One that is closed meanwhile, from another thread, is given back when it opens."""
+        """Open a session by the seed. If this is closed meanwhile, from another thread, it is closed when it opens."""
         self.close()
         closed = self._closed
         opening = self._client.open(self.environment, self.options, seed, self.store, self.deadline_s, self._wait)
@@ -454,11 +427,10 @@ class RemoteEnvironment:
 
     def demonstrate(self) -> str:
         """A good response from here, by the server's environment."""
-        said: str = self._client.run(self._known().demonstrate(self.deadline_s))
-        return said
+        return str(self._client.run(self._known().demonstrate(self.deadline_s)))
 
     def close(self) -> None:
-        """Give the session back."""
+        """Close the session."""
         self._closed += 1
         session, self._session = self._session, None
         if session is not None:
@@ -473,22 +445,13 @@ class RemoteEnvironment:
         return self._session
 
 
-RETRY_S = 60.0
-"""How long a reply of a worker that is not known to be dead is asked for again."""
-
-
 class PlacedEnvironment(RemoteEnvironment):
     """``environment`` with ``options`` at one of a client's servers. Its worker's death is an EnvironmentLost."""
 
     def __init__(
-        self,
-        store: MediaStore,
-        client: EnvironmentClient,
-        environment: str,
-        options: Mapping[str, Any],
-        deadline_s: float,
+        self, store: MediaStore, client: EnvironmentClient, environment: str, options: Mapping[str, Any], deadline_s: float
     ) -> None:
         self.store, self.environment, self.options = store, environment, dict(options)
-        self.deadline_s, self.retry_s = deadline_s, RETRY_S
+        self.deadline_s, self.retry_s = deadline_s, PLACED_RETRY_S
         self._client = client
         self._session, self._closed, self.waits_for = None, 0, ""

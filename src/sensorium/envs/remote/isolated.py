@@ -1,8 +1,8 @@
 """IsolatedEnvironment: an environment in a child process with limits of time and memory.
 
-For environments that crash, hang in C code or eat memory: what a thread cannot be stopped from, a process can. A call that
-overruns its deadline kills the process and fails the episode; so do a crash and too much memory. A process that ended its
-episode in order is used again by the next one with the same limit.
+For environments that crash, hang in C code or use too much memory: a thread cannot be stopped, a process can. A call that
+overruns its deadline kills the process and fails the episode; so do a crash and too much memory. A process whose episode
+ended normally is used again by the next one with the same limit.
 """
 
 import os
@@ -24,7 +24,7 @@ from sensorium.vocabulary.errors import EnvironmentFailure
 
 NAME = "isolated"
 START_S = 60.0
-MOST_IDLE = 8
+MAX_IDLE = 8
 
 _idle: dict[int, list["_Child"]] = {}
 _lock = threading.Lock()
@@ -47,28 +47,26 @@ class IsolatedEnvironment:
     ) -> None:
         within(NAME, "memory_mib", memory_mib, 256, 2**20)
         within(NAME, "deadline_s", deadline_s, 0.001, 86_400)
-        self.store, self.environment, self.options = store, environment, dict(options or {})
-        self.memory_mib, self.deadline_s = memory_mib, deadline_s
+        self.store, self.environment, self.memory_mib, self.deadline_s = store, environment, memory_mib, deadline_s
+        self._named = {"environment": environment, "options": dict(options or {})}
         resolve("environment", environment, NAME)
         self._child: _Child | None = None
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What a seed leads to, as the environment itself says; asked in a process too, since making one may crash."""
-        resolve("environment", options["environment"], NAME)
+        """The environment's own content key; computed in a process too, since making an environment may crash."""
         isolated = cls(MediaStore(), **options)
         isolated._child = _taken(isolated.memory_mib)
         try:
-            return str(isolated._ask({"op": "content_key", "seed": seed, **isolated._wish()}, START_S))
+            return str(isolated._ask({"op": "content_key", "seed": seed, **isolated._named}, START_S))
         finally:
-            if isolated._child is not None:
-                _give_back(isolated._child, isolated.memory_mib)
+            isolated._give_back()
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         """Build it in a process, and start it."""
         self.close()
         self._child = _taken(self.memory_mib)
-        self._ask({"op": "build", **self._wish()}, START_S)
+        self._ask({"op": "build", **self._named}, START_S)
         return reset_from_json(self._ask({"op": "reset", "seed": seed}))
 
     def step(self, response: str) -> StepResult:
@@ -80,41 +78,42 @@ class IsolatedEnvironment:
         return str(self._ask({"op": "demonstrate"}))
 
     def close(self) -> None:
-        """Close it, and give the process to the next one."""
+        """Close it, and keep the process for the next one."""
         if self._child is not None:
             self._ask({"op": "close"})
-            child, self._child = self._child, None
-            _give_back(child, self.memory_mib)
+            self._give_back()
 
-    def _wish(self) -> Json:
-        return {"environment": self.environment, "options": self.options}
+    def _give_back(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with _lock:
+            idle = _idle.setdefault(self.memory_mib, [])
+            if len(idle) < MAX_IDLE:
+                idle.append(child)
+                return
+        child.end()
 
     def _ask(self, operation: Json, deadline_s: float = 0.0) -> Any:
-        child = self._child
+        child, name = self._child, f"isolated environment '{self.environment}'"
         if child is None:
-            raise EnvironmentFailure(
-                f"isolated environment '{self.environment}': it has not begun, or is lost; reset it first."
-            )
+            raise EnvironmentFailure(f"{name}: it has not begun, or is lost; reset it first.")
         try:
             body, media = child.ask(operation, deadline_s or self.deadline_s)
         except (ProcessLost, WireError) as gone:
             self._child = None
             child.end()
-            raise EnvironmentFailure(
-                f"isolated environment '{self.environment}' is lost in {operation['op']}: {gone}"
-            ) from gone
-        keep(media, self.store, f"isolated environment '{self.environment}'")
+            raise EnvironmentFailure(f"{name} is lost in {operation['op']}: {gone}") from gone
+        keep(media, self.store, name)
         if "error" in body:
-            raise EnvironmentFailure(f"isolated environment '{self.environment}': {body['error']}")
+            raise EnvironmentFailure(f"{name}: {body['error']}")
         return body["value"]
 
 
 class _Child(PipedProcess):
-    """The process of an isolated environment."""
-
     def __init__(self, memory_mib: int) -> None:
-        surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
-        super().__init__([sys.executable, "-P", "-m", "sensorium.envs.remote.child", str(memory_mib)], surroundings)
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
+        super().__init__([sys.executable, "-P", "-m", "sensorium.envs.remote.child", str(memory_mib)], variables)
 
     def ask(self, operation: Json, deadline_s: float) -> tuple[Json, dict[str, bytes]]:
         """Send an operation and wait for its reply."""
@@ -135,12 +134,3 @@ def _taken(memory_mib: int) -> _Child:
             if child.alive:
                 return child
     return _Child(memory_mib)
-
-
-def _give_back(child: _Child, memory_mib: int) -> None:
-    with _lock:
-        idle = _idle.setdefault(memory_mib, [])
-        if len(idle) < MOST_IDLE:
-            idle.append(child)
-            return
-    child.end()

@@ -4,7 +4,7 @@ A frame is the length of the JSON (4 bytes, big-endian), the JSON as UTF-8, and 
 
     {"replies": [{"id": 3, "step": {…}}], "media": [{"hash": "9f86…", "size": 812}]}   then 812 bytes
 
-The bytes are held against their hash when they arrive.
+The bytes are checked against their hash when they arrive.
 """
 
 import hashlib
@@ -20,8 +20,7 @@ from sensorium.vocabulary.errors import EnvironmentFailure
 from sensorium.vocabulary.plain import json_of
 
 Json = dict[str, Any]
-MOST_BYTES = 256 * 1024 * 1024
-"""Bytes of one frame."""
+MOST_BYTES = 256 * 1024 * 1024  # of one frame
 
 
 class WireError(ValueError):
@@ -68,19 +67,29 @@ def messages_to_json(messages: Iterable[Message]) -> list[Json]:
 
 
 def messages_from_json(data: Sequence[Json]) -> tuple[Message, ...]:
-    """Messages as they were."""
-    return tuple(
-        Message(item["role"], tuple(map(_block_from_json, item["content"])), item.get("tools", "")) for item in data
-    )
+    """The inverse of messages_to_json."""
+
+    def block(item: Json) -> Block:
+        return Text(item["text"]) if "text" in item else Media("picture", item["hash"], item.get("origin", ""))
+
+    return tuple(Message(item["role"], tuple(map(block, item["content"])), item.get("tools", "")) for item in data)
+
+
+def _block_to_json(block: Block) -> Json:
+    if isinstance(block, Text):
+        return {"text": block.text}
+    if block.kind != "picture":
+        raise EnvironmentFailure(f"{block.name}: only pictures can be sent to another process, and this is a {block.kind}.")
+    return {"kind": "picture", "hash": block.hash, "origin": block.origin}
 
 
 def reset_to_json(head: Sequence[Message], observation: Observation) -> Json:
-    """What a reset gave."""
+    """The result of a reset."""
     return {"head": messages_to_json(head), "observation": messages_to_json(observation.messages)}
 
 
 def reset_from_json(data: Json) -> tuple[tuple[Message, ...], Observation]:
-    """What a reset gave, as it was."""
+    """The inverse of reset_to_json."""
     return messages_from_json(data["head"]), Observation(messages_from_json(data["observation"]))
 
 
@@ -88,27 +97,14 @@ def step_to_json(result: StepResult) -> Json:
     """The outcome of a turn."""
     shown = None if result.observation is None else messages_to_json(result.observation.messages)
     reward = dict(result.reward) if isinstance(result.reward, Mapping) else result.reward
-    return {
-        "observation": shown,
-        "reward": reward,
-        "done": result.done,
-        "truncated": result.truncated,
-        "success": result.success,
-        "info": json_of(result.info),
-    }
+    ends = {"done": result.done, "truncated": result.truncated, "success": result.success}
+    return {"observation": shown, "reward": reward, **ends, "info": json_of(result.info)}
 
 
 def step_from_json(data: Json) -> StepResult:
-    """The outcome of a turn, as it was."""
-    shown = data["observation"]
-    return StepResult(
-        None if shown is None else Observation(messages_from_json(shown)),
-        data["reward"],
-        data["done"],
-        data["truncated"],
-        data["success"],
-        data["info"],
-    )
+    """The inverse of step_to_json."""
+    shown = None if data["observation"] is None else Observation(messages_from_json(data["observation"]))
+    return StepResult(shown, *(data[key] for key in ("reward", "done", "truncated", "success", "info")))
 
 
 def pictures_in(body: Any) -> list[str]:
@@ -135,15 +131,3 @@ def keep(media: Mapping[str, bytes], store: MediaStore, origin: str) -> None:
     """Put pictures that arrived into a store."""
     for data in media.values():
         store.put_picture(data, origin)
-
-
-def _block_to_json(block: Block) -> Json:
-    if isinstance(block, Text):
-        return {"text": block.text}
-    if block.kind != "picture":
-        raise EnvironmentFailure(f"{block.name}: pictures travel to another process, and a {block.kind} does not.")
-    return {"kind": "picture", "hash": block.hash, "origin": block.origin}
-
-
-def _block_from_json(data: Json) -> Block:
-    return Text(data["text"]) if "text" in data else Media("picture", data["hash"], data.get("origin", ""))
