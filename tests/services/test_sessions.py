@@ -102,8 +102,8 @@ def test_idle_sessions_are_closed_and_renewed_ones_are_not() -> None:
     async def test(table: SessionTable) -> None:
         await table.open("idle", "counting", {}, 1)
         await table.open("kept", "counting", {}, 2)
-        table.sessions["idle"].asked -= 100
-        table.sessions["kept"].asked -= 100
+        table.sessions["idle"].used -= 100
+        table.sessions["kept"].used -= 100
         table.renew("kept")
         assert (table.reap(), set(table.sessions)) == (1, {"kept"})
         assert await refused(table.step("idle", 1, "go")) == 404
@@ -173,19 +173,19 @@ def test_old_pictures_are_swept(tmp_path: Path) -> None:
 
 
 def test_who_was_killed_gives_its_places_up_to_who_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "FORSAKEN_S", 30.0)
+    monkeypatch.setattr(sessions, "ABANDONED_S", 30.0)
     killed, other = object(), object()
 
     async def test(table: SessionTable) -> None:
         for id, asker in (("a", killed), ("b", killed), ("c", other)):
             await table.open(id, "counting", {}, 1)
             table.asked_by(asker, id, False)
-        table.forsake(killed)
+        table.abandon(killed)
         assert await refused(table.open("d", "counting", {}, 2)) == 503  # it may come back
         for id in "ab":
-            forsaken = table.sessions[id].forsaken
-            assert forsaken is not None
-            table.sessions[id].forsaken = forsaken - 60
+            since = table.sessions[id].abandoned
+            assert since is not None
+            table.sessions[id].abandoned = since - 60
         await table.step("a", 1, "go")  # it came back
         await table.open("d", "counting", {}, 2)
         assert set(table.sessions) == {"a", "c", "d"}

@@ -17,12 +17,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one model turn. ``reward`` is this turn's pay, None where the environment pays nothing by itself.
+    """The outcome of one model turn. ``reward`` is this turn's reward, None where the environment gives none by itself.
 
-    Pay may be named: ``{"goal": 1.0, "format": 0.1}``. Each part then keeps its name to the metrics and the report; a
-    number is pay without a name. ``info`` goes to the turn (numbers and short strings, JSON-able); ``success`` where the
-    environment knows at the end. ``truncated`` means that it cut the episode off (its turn limit), so that its value may be
-    bootstrapped.
+    It may have named parts, ``{"goal": 1.0, "format": 0.1}``, which keep their names in the metrics and the report.
+    ``info`` is recorded with the turn (numbers and short strings); ``success`` is known at the end, by some environments.
+    ``truncated``: the environment cut the episode off (its turn limit), so that its value may be bootstrapped.
     """
 
     observation: Observation | None
@@ -36,14 +35,14 @@ class StepResult:
 class Environment(Protocol):
     """One environment, played once. Its methods run off the event loop, with deadlines, and may be coroutines.
 
-    An ``instant`` one is plain computation that cannot wait on anything: it is stepped in place, without a thread, and none
-    of its methods is a coroutine.
+    An ``instant`` one is plain computation that cannot wait on anything: it is stepped in place, without a thread, and its
+    methods are no coroutines.
     """
 
     instant: bool
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Start: the head (system prompt and rules, always in context) and the first observation. The seed decides all."""
+        """Start: the head (system prompt, always in context) and the first observation. The seed decides everything."""
         ...
 
     def step(self, response: str) -> StepResult:
@@ -55,12 +54,12 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release what it holds."""
         ...
 
 
 def one_of(environment: str, option: str, value: str, known: Sequence[str]) -> None:
-    """Refuse a value that is not one of those known."""
+    """Refuse an unknown value."""
     if value not in known:
         raise RecipeError(f"{environment}: option {option} cannot be '{value}'{nearest(str(value), list(known))}")
 

@@ -15,7 +15,7 @@ from sensorium.vocabulary.task import Task
 
 
 class Question:
-    """Shows the task's messages, takes one response, pays nothing by itself: reward terms judge the answer."""
+    """Shows the task's messages and takes one response. It gives no reward: reward terms judge the answer."""
 
     instant = True
 
@@ -43,11 +43,11 @@ class Question:
         return self.task.demonstration[0]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def question_of(task: Task) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """A task's leading system messages, and what it asks."""
+    """A task's leading system messages, and its other messages."""
     start = next((i for i, message in enumerate(task.messages) if message.role != "system"), None)
     if start is None:
         raise EnvironmentFailure(f"task {task.id} asks nothing: it needs a message that is not a system prompt.")
@@ -55,16 +55,16 @@ def question_of(task: Task) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
 
 
 NAME = "rows"
-
+_key_store = MediaStore()  # media of rows whose content key is requested
 _sources: "WeakKeyDictionary[MediaStore, dict[str, Sequence[Task]]]" = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 class RowsEnvironment:
-    """``source`` with ``options``, as a recipe names sources of tasks; the seed, counted round, says which row is played.
+    """``source`` with ``options``, as a recipe names sources of tasks; the seed, counted round, chooses the row.
 
-    What is shown and paid is what the row's own environment does (``geo3k``, ``tools``, …). Reward terms do not see the
-    row, so a row whose environment pays nothing is worth nothing here.
+    The row's own environment (``geo3k``, ``tools``, …) plays it and gives the reward. Reward terms do not see the row, so a
+    row whose environment gives no reward has none here.
     """
 
     instant = False
@@ -77,8 +77,8 @@ class RowsEnvironment:
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What a seed leads to: what its row asks, and the answer."""
-        rows = _rows_of(_keys, str(options["source"]), dict(options.get("options") or {}))
+        """The question of a seed's row, and the answer."""
+        rows = _rows_of(_key_store, str(options["source"]), dict(options.get("options") or {}))
         task = rows[seed % len(rows)]
         return f"{key_of(task.messages)} {task.answer!r} {task.environment!r}"
 
@@ -87,14 +87,15 @@ class RowsEnvironment:
         self.close()
         task = self._rows[seed % len(self._rows)]
         spec = task.environment
-        if spec is not None and spec.name == NAME:
+        if spec is None:
+            self._played = Question(task)
+        elif spec.name == NAME:
             raise EnvironmentFailure(f"{NAME}: task {task.id} is played in rows itself.")
-        made = (
-            build("environment", spec.name, spec.options, f"task {task.id}", store=self._store, task=task) if spec else None
-        )
-        self._played = made if made is not None else Question(task)
-        begun: tuple[tuple[Message, ...], Observation] = self._played.reset(spec.seed if spec else 0)
-        return begun
+        else:
+            where = f"task {task.id}"
+            self._played = build("environment", spec.name, spec.options, where, store=self._store, task=task)
+        first: tuple[tuple[Message, ...], Observation] = self._played.reset(spec.seed if spec else 0)
+        return first
 
     def step(self, response: str) -> StepResult:
         """Act in the row's environment."""
@@ -103,8 +104,7 @@ class RowsEnvironment:
 
     def demonstrate(self) -> str:
         """A good response, by the row's environment."""
-        said: str = self._open().demonstrate()
-        return said
+        return str(self._open().demonstrate())
 
     def close(self) -> None:
         """Close the row's environment."""
@@ -118,18 +118,14 @@ class RowsEnvironment:
         return self._played
 
 
-_keys = MediaStore()
-"""Where the media of rows are that are only asked for their content."""
-
-
 def _rows_of(store: MediaStore, source: str, options: dict[str, Any]) -> Sequence[Task]:
     """The rows of a source, read once for each store."""
     with _lock:
-        held = _sources.setdefault(store, {})
+        known = _sources.setdefault(store, {})
         key = repr((source, sorted(options.items(), key=repr)))
-        if key not in held:
+        if key not in known:
             rows = build("source", source, options, NAME, store=store)
             if not len(rows):
                 raise RecipeError(f"{NAME}: the source '{source}' has no rows.")
-            held[key] = rows
-        return held[key]
+            known[key] = rows
+        return known[key]

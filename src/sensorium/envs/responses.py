@@ -5,13 +5,13 @@ A form is a sequence of sections in tags. ``grounding``, for example, is
     <think><observation>…</observation><reasoning>…</reasoning></think><answer>…</answer>
 
 and of the response ``<think><observation>a box</observation><reasoning>so left</reasoning></think><answer>Left</answer>``
-the answer is ``Left``, the section ``observation`` is ``a box``, and it is well formed. Tags may be in capitals. What is in
-the last ``<answer>`` is the answer, in a response that is not well formed too. Reading takes time linear in the text.
+the answer is ``Left``, the section ``observation`` is ``a box``, and it is well formed. Tags may be in capitals. The last
+``<answer>`` holds the answer, also in a response that is not well formed. Reading takes time linear in the text.
 
 With ``grammar: vagen`` a response is read as VAGEN reads it, for comparing success rates: the first answer counts, tags are
-as they are written in lower case, and ``free_think`` and ``no_think`` have an answer only where they are well formed. A
-well-formed response begins with its form and ends with its last tag, whatever is between; in today's forms (``wm``,
-``free_wm``, ``eval_mode``, and those with ``<action>``) it may be anywhere in the response.
+in lower case, and ``free_think`` and ``no_think`` have an answer only where they are well formed. A well-formed response
+begins with its form and ends with its last tag, whatever is between; in today's forms (``wm``, ``free_wm``, ``eval_mode``,
+and those with ``<action>``) it may be anywhere in the response.
 """
 
 import re
@@ -25,8 +25,9 @@ ANSWER_TAGS = ("answer", "action")
 TAGS = {
     answer: re.compile(rf"<(/?)(think|observation|reasoning|prediction|{answer})>", re.IGNORECASE) for answer in ANSWER_TAGS
 }
-"""The tags that are read, by the one that the answer stands in."""
 
+# The sections of each form in order; of those in brackets the first holds the others. The first five are legacy VAGEN's,
+# the last three today's.
 LAYOUTS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "no_think": ("answer",),
     "free_think": ("think", "answer"),
@@ -37,16 +38,12 @@ LAYOUTS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "free_wm": ("observation", "answer", "prediction"),
     "eval_mode": ("think", "answer"),
 }
-"""The sections of each form in order; of those in brackets the first holds the others. The first five are legacy VAGEN's,
-the last three today's."""
 
 LEGACY = ("no_think", "free_think", "grounding", "worldmodeling", "grounding_worldmodeling")
 GRAMMARS = ("own", "vagen")
-LEGACY_TAGS = re.compile(r"</?(?:think|answer)>")
-"""What legacy VAGEN takes out of sections and answers."""
-
+LEGACY_TAGS = re.compile(r"</?(?:think|answer)>")  # legacy VAGEN removes these from sections and answers
+# Forms that are well formed by these sections alone: any text, and other tags, may be around them.
 REQUIRED = {"free_wm": ("observation", "answer", "prediction"), "eval_mode": ("answer",)}
-"""Forms that are well formed by these sections alone: any text, and other tags, may stand around them."""
 
 MEANINGS = {
     "think": "your thoughts",
@@ -59,7 +56,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class ParsedResponse:
-    """What a response says: every ``<answer>`` in order, its other sections by name, whether it has the form asked for."""
+    """The parts of a response: every ``<answer>`` in order, its other sections by name, whether it has the right form."""
 
     answers: tuple[str, ...] = ()
     sections: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +70,7 @@ class ParsedResponse:
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """One of the forms, by its name. ``answer_tag`` is the tag that the answer stands in."""
+    """One of the forms, by its name. ``answer_tag`` is the tag around the answer."""
 
     name: str
     answer_tag: str = "answer"
@@ -104,14 +101,18 @@ class ResponseFormat:
 
     def write(self, answer: str, **sections: str) -> str:
         """A response of this form; of the sections given, it has those that the form has, the others empty."""
-        held = {**sections, "answer": answer}
-        return "".join(self._written(part, held) for part in LAYOUTS[self.name])
 
-    def shown(self, answer: str = "") -> str:
-        """The form as a prompt shows it, each section with what belongs into it."""
-        return self.write(
-            answer or MEANINGS["answer"], **{name: MEANINGS[name] for name in self.sections if name != "answer"}
-        )
+        def written(part: str | tuple[str, ...]) -> str:
+            if isinstance(part, tuple):
+                return f"<{part[0]}>{''.join(map(written, part[1:]))}</{part[0]}>"
+            tag, text = (self.answer_tag, answer) if part == "answer" else (part, sections.get(part, ""))
+            return f"<{tag}>{text}</{tag}>"
+
+        return "".join(map(written, LAYOUTS[self.name]))
+
+    def shown(self, answer: str = MEANINGS["answer"]) -> str:
+        """The form as a prompt shows it, each section with its meaning."""
+        return self.write(answer, **{name: MEANINGS[name] for name in self.sections if name != "answer"})
 
     def parse(self, text: str) -> ParsedResponse:
         """Read a response. Whatever the text is, it is read, in one pass."""
@@ -132,14 +133,15 @@ class ResponseFormat:
             needed = REQUIRED[self.name]
             among = [tag for tag in tags if tag.lstrip("/") in needed]
             whole = all(name in sections or (name == "answer" and answers) for name in needed)
-            return ParsedResponse(
-                tuple(answers), sections, whole and among == [end for name in needed for end in (name, f"/{name}")]
-            )
-        outside = (said for gap, said in enumerate(between) if not _is_leaf(tags, gap))
-        return ParsedResponse(tuple(answers), sections, tags == self._tags and not any(map(str.strip, outside)))
+            whole = whole and among == [end for name in needed for end in (name, f"/{name}")]
+            return ParsedResponse(tuple(answers), sections, whole)
+        wanted = [found[1] + self._section(found[2]) for found in TAGS[self.answer_tag].finditer(self.write(""))]
+        leaves = {gap for gap in range(1, len(tags)) if tags[gap] == f"/{tags[gap - 1]}"}
+        outside = (text for gap, text in enumerate(between) if gap not in leaves)
+        return ParsedResponse(tuple(answers), sections, tags == wanted and not any(map(str.strip, outside)))
 
     def _parse_as_vagen(self, text: str) -> ParsedResponse:
-        """Each part of the form is looked for behind the one before it, so the first answer is the one that counts."""
+        """Each part of the form is searched after the one before it, so the first answer counts."""
         text = text.replace("<image>", "").strip()
         delimiters, names = self._delimiters()
         sections: dict[str, str] = {}
@@ -163,7 +165,7 @@ class ResponseFormat:
         return ParsedResponse((answer,), {name: held for name, held in sections.items() if name}, whole)
 
     def _delimiters(self) -> tuple[list[str], list[str]]:
-        r"""What stands between the sections, as patterns, and the section after each but the last ("": any text).
+        r"""The patterns between the sections, and the section after each but the last ("": any text).
 
         Of ``free_think``: <think>, </think>\s*<answer>, </answer>.
         """
@@ -183,24 +185,5 @@ class ResponseFormat:
                 delimiters[-1] += rf"\s*{tag}"
         return delimiters, names
 
-    @property
-    def _tags(self) -> list[str]:
-        """The tags of a well-formed response, in order."""
-        return [found[1] + self._section(found[2]) for found in TAGS[self.answer_tag].finditer(self.write(""))]
-
     def _section(self, tag: str) -> str:
         return "answer" if tag == self.answer_tag else tag
-
-    def _written(self, part: str | tuple[str, ...], held: Mapping[str, str]) -> str:
-        if isinstance(part, tuple):
-            return _tagged(part[0], "".join(self._written(inner, held) for inner in part[1:]))
-        return _tagged(self.answer_tag if part == "answer" else part, held.get(part, ""))
-
-
-def _is_leaf(tags: list[str], gap: int) -> bool:
-    """Whether the text in this gap between tags is what a section holds."""
-    return 0 < gap < len(tags) and tags[gap] == f"/{tags[gap - 1]}"
-
-
-def _tagged(name: str, text: str) -> str:
-    return f"<{name}>{text}</{name}>"

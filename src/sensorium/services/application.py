@@ -1,6 +1,7 @@
-"""Who may use a service: anybody on loopback, and with the key anywhere. A service without a key stays on loopback.
+"""What all services have in common, and who may use them: programs on loopback, and with the key anywhere.
 
-Web pages may not. A browser on this machine reaches loopback for any page it shows, and tells where the page came from:
+A service without a key stays on loopback. Web pages may not use it: a browser on this machine reaches loopback for any page
+it shows, and sends where the page came from:
 
     Host: 127.0.0.1:8300, no Origin                        a program: served
     Host: 127.0.0.1:8300, Origin: http://127.0.0.1:8300    a page of this service itself: served
@@ -36,7 +37,15 @@ from sensorium.data.media_store import MediaStore
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 
 ENVIRONMENT_VARIABLE = "SENSORIUM_SERVICE_KEY"
-_HOST = r"(?:\[([^\]/@]+)\]|([^\[\]:/@\s]+))(?::(\d*))?"
+HOST = re.compile(r"(?:\[([^\]/@]+)\]|([^\[\]:/@\s]+))(?::(\d*))?")
+OPEN = re.compile(r"/health|/openenv/[^/]+/(health|schema)")  # paths that need no key
+NO_KEY = "the key is missing or wrong (headers Authorization: Bearer KEY or X-API-Key: KEY, or ?token=KEY in the address)"
+FOREIGN = "the Host is not a name of this service, or a web page of another site asks"
+MIB = 1 << 20
+MAX_PORT = 65535
+SWEEP_S = 30.0
+
+Json = dict[str, Any]
 
 
 def refuse_open(host: str, key: str) -> None:
@@ -77,7 +86,7 @@ def allowed(key: str, headers: Mapping[str, str], query: Mapping[str, str]) -> b
 
 
 def foreign(hosts: Sequence[str], origins: Sequence[str], bound: str, key: str, names: Collection[str]) -> str:
-    """Why a request is refused as a web page's: its Host or Origin headers; empty where they are in order.
+    """Why the Host or Origin headers of a request are refused as a web page's; empty where they are in order.
 
     A service has loopback's names, the address ``bound`` that the connection came to, and ``names``. With a key it has also
     the machine's own names, and any IP address (of a container's host, say): a name can be rebound, an address cannot.
@@ -86,8 +95,8 @@ def foreign(hosts: Sequence[str], origins: Sequence[str], bound: str, key: str, 
         name, _ = _split(host, "http")
         if not (_is_local(name, bound, key != "") or name in names or (key and name in machine_names())):
             return (
-                f"'{host:.100}' is not a name of this service: a web page may have sent this. Ask it by its IP address or "
-                f"by localhost; if it has this name, behind a proxy say, start it with --allowed-host {name or 'NAME':.100}"
+                f"'{host:.100}' is not a name of this service: a web page may have sent this. Use its IP address or "
+                f"localhost; if it has this name, behind a proxy say, start it with --allowed-host {name or 'NAME':.100}"
             )
     for origin in origins:
         scheme, _, place = origin.partition("://")
@@ -109,7 +118,7 @@ def machine_names() -> frozenset[str]:
 
 def _split(place: str, scheme: str) -> tuple[str, int]:
     """Name and port of ``name:port``; the name is empty where it cannot be read."""
-    found = re.fullmatch(_HOST, place)
+    found = HOST.fullmatch(place)
     if found is None or scheme not in ("http", "https"):
         return "", 0
     port = int(found[3]) if found[3] else {"http": 80, "https": 443}[scheme]
@@ -125,17 +134,8 @@ def _is_local(name: str, bound: str, any_address: bool) -> bool:
     return any_address or address.is_loopback or address.is_unspecified or name == bound.lower()
 
 
-Json = dict[str, Any]
-MIB = 1 << 20
-MOST_PORT = 65535
-OPEN = re.compile(r"/health|/openenv/[^/]+/(health|schema)")
-"""Paths that need no key."""
-NO_KEY = "the key is missing or wrong (headers Authorization: Bearer KEY or X-API-Key: KEY, or ?token=KEY in the address)"
-FOREIGN = "the Host is not a name of this service, or a web page of another site asks"
-
-
 class Refusal(Exception):
-    """A request that is not carried out: an HTTP status and why."""
+    """A request is not carried out: an HTTP status and why."""
 
     def __init__(self, status: int, why: str, retry_after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -155,19 +155,19 @@ def make_application(
     key: str,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None,
     statuses: dict[int, str],
-    told: Callable[[int, str], Json] | None = None,
+    error_body: Callable[[int, str], Json] | None = None,
     hosts: Sequence[str] = (),
 ) -> tuple[FastAPI, Json]:
     """An application that refuses as all services do, and what its routes are declared with.
 
-    ``told`` makes the body of a refusal from status and reason; by default ``{"detail": reason}``. ``hosts`` are names by
-    which clients may ask beside the machine's own. The description is behind the key; there are no pages that show it,
-    since the framework's load scripts from elsewhere.
+    ``error_body`` makes the body of a refusal from status and reason; by default ``{"detail": reason}``. ``hosts`` are
+    further names by which clients may ask. The OpenAPI description is behind the key; the framework's pages that show it
+    are left out, since they load scripts from elsewhere.
     """
     app = FastAPI(title=title, version=__version__, lifespan=lifespan, openapi_url=None)
 
     def reply(status: int, why: str, headers: dict[str, str] | None = None) -> JSONResponse:
-        return JSONResponse(told(status, why) if told else {"detail": why}, status, headers=headers)
+        return JSONResponse(error_body(status, why) if error_body else {"detail": why}, status, headers=headers)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> JSONResponse:
@@ -176,44 +176,36 @@ def make_application(
 
     @app.exception_handler(405)
     async def other_methods(request: Request, error: Exception) -> JSONResponse:
-        """All methods of a path, of which the framework names only those of the first route."""
+        """All methods of a path; the framework names only those of the first route."""
         found = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
         methods = {method for route in found for method in getattr(route, "methods", None) or ()}
         return reply(405, "Method Not Allowed", {"Allow": ", ".join(sorted(methods))})
 
-    if told is not None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        """What is wrong and where, without what was sent: JSON may be unable to hold that, such as 1e400."""
+        found = [{key: problem[key] for key in ("type", "loc", "msg")} for problem in error.errors()]
+        if error_body is None:
+            return JSONResponse({"detail": found}, 422)
+        return reply(400, f"{'.'.join(map(str, found[0]['loc']))}: {found[0]['msg']}")
+
+    if error_body is not None:
 
         @app.exception_handler(AnyHTTPException)
-        async def plain(request: Request, error: AnyHTTPException) -> JSONResponse:
+        async def http_error(request: Request, error: AnyHTTPException) -> JSONResponse:
             return reply(error.status_code, str(error.detail))
 
-        @app.exception_handler(RequestValidationError)
-        async def unfit(request: Request, error: RequestValidationError) -> JSONResponse:
-            first = error.errors()[0]
-            return reply(400, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
-
-    else:
-
-        @app.exception_handler(RequestValidationError)
-        async def unfit_body(request: Request, error: RequestValidationError) -> JSONResponse:
-            """What is wrong and where, without what was given: that may be nothing that JSON can hold, such as 1e400."""
-            found = [{key: held[key] for key in ("type", "loc", "msg")} for held in error.errors()]
-            return JSONResponse({"detail": found}, 422)
-
-    responses = {status: {"description": text} for status, text in ({403: FOREIGN} | statuses).items()}
-    declared: Json = {"responses": responses}
-    names = frozenset(name.lower().rstrip(".") for name in hosts)
-    app.add_middleware(Door, key=key, names=names, reply=reply)
+    app.add_middleware(Door, key=key, names=frozenset(name.lower().rstrip(".") for name in hosts), reply=reply)
 
     @app.get("/openapi.json", include_in_schema=False)
     async def description() -> Json:
         return app.openapi()
 
-    return app, declared
+    return app, {"responses": {status: {"description": text} for status, text in ({403: FOREIGN} | statuses).items()}}
 
 
 class Door:
-    """Refuses what web pages of other sites ask (``access.foreign``), and who lacks the key, before a body is read."""
+    """Refuses requests of other sites' web pages (``foreign``), and those without the key, before a body is read."""
 
     def __init__(self, app: ASGIApp, key: str, names: frozenset[str], reply: Callable[[int, str], JSONResponse]) -> None:
         self.app, self.key, self.names, self.reply = app, key, names, reply
@@ -240,7 +232,7 @@ class BodyLimit:
         self.app, self.most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a request on; one that grows too large is answered with 413."""
+        """Forward a request; one that grows too large is answered with 413."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -258,7 +250,7 @@ class BodyLimit:
 
 
 class Counters:
-    """Numbers by name for /metrics: what only grows (``…_total``), and what is measured when it is asked for."""
+    """Numbers by name for /metrics: counters (``…_total``), and gauges that are read when they are requested."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -267,12 +259,12 @@ class Counters:
         self._measured: dict[str, Callable[[], float]] = {}
 
     def declare(self, **helps: str) -> None:
-        """Counters that start at 0, with what they count."""
+        """Add counters that start at 0, with what they count."""
         for name, text in helps.items():
             self._helps[name], self._sums[name] = text, 0
 
     def measure(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A number that is read whenever it is asked for."""
+        """Add a gauge."""
         self._helps[name], self._measured[name] = text, read
 
     def add(self, name: str, amount: float = 1) -> None:
@@ -286,9 +278,8 @@ class Counters:
         """All of them in Prometheus' text format."""
         lines = []
         for name, text in self._helps.items():
-            full, kind = (
-                (f"{self.prefix}_{name}_total", "counter") if name in self._sums else (f"{self.prefix}_{name}", "gauge")
-            )
+            end, kind = ("_total", "counter") if name in self._sums else ("", "gauge")
+            full = f"{self.prefix}_{name}{end}"
             lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {self[name]:.10g}"]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
@@ -300,7 +291,7 @@ async def until_gone(request: Request) -> None:
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket, and the key of the service from the environment; refused beyond this machine without a key."""
+    """A listening socket, and the service's key from the environment; without a key only on loopback."""
     key = os.environ.get(ENVIRONMENT_VARIABLE, "")
     refuse_open(host, key)
     refuse_port(port, "--port")
@@ -316,71 +307,60 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def refuse_port(port: int, option: str) -> None:
-    """Refuse a number that no port has; ``option`` is where it was given. 0 stands for any free one."""
-    if not 0 <= port <= MOST_PORT:
-        raise RecipeError(
-            f"{option}: there is no port {port}; ports are numbered up to {MOST_PORT}, and 0 is any free one."
-        )
+    """Refuse an invalid port number; ``option`` is where it was given. 0 stands for any free port."""
+    if not 0 <= port <= MAX_PORT:
+        raise RecipeError(f"{option}: there is no port {port}; ports have numbers up to {MAX_PORT}, and 0 is any free one.")
 
 
 def serve_until_stopped(
     app: FastAPI, listening: socket.socket, what: str, key: str, drain_s: float | None = None, **options: Any
 ) -> None:
-    """Serve until it is interrupted; what is under way then is finished, for at most ``drain_s``."""
+    """Serve until interrupted; requests under way then are finished, for at most ``drain_s``."""
     import uvicorn
 
+    failure: SensoriumError | None = None
+
+    async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward the call; keep a startup failure that a user can mend, and report it without a traceback."""
+        if scope["type"] != "lifespan":
+            await app(scope, receive, send)
+            return
+        nonlocal failure
+        failed = "lifespan.startup.failed"
+
+        async def unless_failed(message: Message) -> None:
+            if message["type"] != failed:
+                await send(message)
+
+        try:
+            await app(scope, receive, unless_failed)
+        except SensoriumError as error:
+            failure = error
+            await send({"type": failed})
+        except BaseException as error:
+            await send({"type": failed, "message": "".join(traceback.format_exception(error))})
+            raise
+
     drain = None if drain_s is None else max(1, round(drain_s))
-    starting = PlainStart(app)
-    config = uvicorn.Config(starting, log_level="warning", timeout_graceful_shutdown=drain, **options)
+    config = uvicorn.Config(reporting, log_level="warning", timeout_graceful_shutdown=drain, **options)
     host, port = listening.getsockname()[:2]
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"serving {what} on http://{place} ({'with' if key else 'without'} a key)", flush=True)
     try:
         uvicorn.Server(config).run(sockets=[listening])
     finally:
-        if starting.failure is not None:
-            raise starting.failure
-
-
-class PlainStart:
-    """Hands an application on; should it fail as it starts for a reason that a user can mend, that is kept, not printed."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-        self.failure: SensoriumError | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on; the server hears that the start failed, without a traceback."""
-        if scope["type"] != "lifespan":
-            await self.app(scope, receive, send)
-            return
-        failed = "lifespan.startup.failed"
-
-        async def plainly(message: Message) -> None:
-            if message["type"] != failed:
-                await send(message)
-
-        try:
-            await self.app(scope, receive, plainly)
-        except SensoriumError as error:
-            self.failure = error
-            await send({"type": failed})
-        except BaseException as error:
-            await send({"type": failed, "message": "".join(traceback.format_exception(error))})
-            raise
-
-
-SWEEP_S = 30.0
+        if failure is not None:
+            raise failure
 
 
 def sweep(folder: Path | None, older_s: float) -> int:
-    """Delete media that are older than so many seconds: nobody asks for them any more. Returns how many."""
+    """Delete media older than so many seconds: nobody needs them any more. Returns how many."""
     if folder is None:
         return 0
     oldest, deleted = time.time() - older_s, 0
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(OSError):  # it is gone already, or not ours to delete; the others are swept all the same
+            with suppress(OSError):  # it is gone already, or not ours to delete
                 if entry.stat().st_mtime < oldest:
                     os.unlink(entry.path)
                     deleted += 1

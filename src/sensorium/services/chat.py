@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible client may ask of a served model, and how it becomes messages and sampling."""
+"""Requests of OpenAI-compatible clients as messages and sampling, and the replies to them."""
 
 import codecs
 import json
@@ -24,7 +24,7 @@ FILE = "file://"
 
 
 def divisible(temperature: float) -> float:
-    """Refuse temperatures by which logits cannot be divided; 0 is greedy and divides nothing."""
+    """Refuse temperatures by which logits cannot be divided; 0 is greedy."""
     if 0 < temperature < LEAST_TEMPERATURE:
         raise ValueError(f"Input should be 0, which is greedy, or at least {LEAST_TEMPERATURE}")
     return temperature
@@ -33,7 +33,7 @@ def divisible(temperature: float) -> float:
 class Part(BaseModel):
     """A content part: text, or a medium as ``image_url``, ``video_url``, ``audio_url`` or ``input_audio``.
 
-    What else a video or sound part has says how it is decoded (``fps``, ``frames``, …; see docs/guides/media.md).
+    Further keys of a video or sound part say how it is decoded (``fps``, ``frames``, …; see docs/guides/media.md).
     """
 
     model_config = ConfigDict(extra="allow")
@@ -95,7 +95,7 @@ class ChatRequest(BaseModel):
         return tuple(text for text in given if text)
 
     def sampling(self, most: int) -> Sampling:
-        """How to draw; ``most`` tokens where the client sets no bound."""
+        """The sampling parameters; ``most`` tokens where the client sets no bound."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -108,7 +108,7 @@ class ChatRequest(BaseModel):
 def conversation(request: ChatRequest, store: MediaStore, roots: tuple[Path, ...]) -> tuple[Message, ...]:
     """The messages of a request; its media go to the store. Files are read only where they lie in one of ``roots``."""
     if request.messages[-1].role == "assistant":
-        raise Refusal(400, "the last message is by the assistant, so nothing is asked of it.")
+        raise Refusal(400, "the last message is the assistant's, so there is nothing to answer.")
     raw = [
         {
             "role": "system" if message.role == "developer" else message.role,
@@ -145,10 +145,10 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 class WrittenText:
-    """The text of tokens as they come: whole characters only, nothing from a stop string on.
+    """The text of tokens as they come: whole characters only, up to a stop string.
 
     Example: with the stop string "END", the tokens "a", " E", "N", "D" give "a", " ", "", "": what may be the beginning of
-    a stop string waits until it is known.
+    a stop string is held back until that is decided.
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
@@ -158,11 +158,11 @@ class WrittenText:
         self.stopped = False
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that further tokens add for certain."""
+        """The text that is certain after further tokens."""
         return self._take(self._decoder.decode(b"".join(self._bytes_of(token) for token in tokens)))
 
     def end(self) -> str:
-        """What waited, now that nothing follows."""
+        """The text that was held back, now that nothing follows."""
         left = self._take(self._decoder.decode(b"", final=True))
         rest, self._waiting = ("" if self.stopped else self._waiting), ""
         return left + rest
@@ -175,14 +175,11 @@ class WrittenText:
         if places:
             self.stopped, self._waiting = True, ""
             return text[: min(places)]
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        # the longest end of the text that may be the beginning of a stop string
+        lengths = (n for stop in self._stops for n in range(1, min(len(text) + 1, len(stop))) if text.endswith(stop[:n]))
+        kept = max(lengths, default=0)
         self._waiting = text[len(text) - kept :]
         return text[: len(text) - kept]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How much of the end of a text may be the beginning of a stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass
@@ -197,7 +194,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ReplyShape:
-    """What a reply has besides text."""
+    """The form of a reply: its head, and what it has besides text."""
 
     id: str
     model: str

@@ -7,8 +7,8 @@
     GET    /v1/media/{hash}             a picture that was referred to
     WS     /v1/ws                       frames of many operations (``envs/remote/wire.py``), with the pictures in them
 
-Statuses: 401 no key, 404 no such session or environment, 409 a step out of turn, 410 the episode is lost, 422 a wish that
-makes no sense, 503 full (with Retry-After).
+Statuses: 401 no key, 404 no such session or environment, 409 a step out of turn, 410 the episode is lost, 422 a wrong
+request, 503 full (with Retry-After).
 """
 
 import asyncio
@@ -24,17 +24,15 @@ from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
 from sensorium.recipe.names import resolve
 from sensorium.recipe.names import table as names_of
 from sensorium.services.application import BodyLimit, Refusal, Whole, make_application, sweep
-from sensorium.services.sessions import MOST_ID, SessionTable, seed_of
+from sensorium.services.sessions import MAX_ID, SessionTable, seed_of
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError
 
 REAP_S = 5.0
 MOST_OPERATIONS = 4096
-MOST_WAITING = 2 * MOST_OPERATIONS
-"""Operations of a connection that are under way or whose replies wait; a client that has more is not listened to."""
+MOST_WAITING = 2 * MOST_OPERATIONS  # operations of a connection under way or with waiting replies; beyond, reading pauses
 MOST_BODY = 64 * 1024 * 1024
-MOST_SEED = 2**53 - 1
-"""The largest whole number that every reader of JSON reads exactly."""
+MOST_SEED = 2**53 - 1  # the largest whole number that every reader of JSON reads exactly
 
 STATUSES = {
     400: "the body cannot be read",
@@ -43,15 +41,15 @@ STATUSES = {
     409: "a step out of turn, or another session has this id",
     410: "the episode is lost",
     413: "the body is too large",
-    422: "the wish makes no sense",
+    422: "the request is wrong",
     503: "the server is full; try again after Retry-After seconds",
 }
 
-SessionId = Annotated[str, Path(min_length=1, max_length=MOST_ID)]
+SessionId = Annotated[str, Path(min_length=1, max_length=MAX_ID)]
 
 
-class Wish(BaseModel):
-    """What to open."""
+class OpenRequest(BaseModel):
+    """The environment to open."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     environment: str
@@ -59,7 +57,7 @@ class Wish(BaseModel):
     seed: Whole = Field(0, ge=0, le=MOST_SEED)
 
 
-class Act(BaseModel):
+class StepRequest(BaseModel):
     """What the model wrote."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -69,9 +67,15 @@ class Act(BaseModel):
 def make_app(table: SessionTable, key: str = "", hosts: Sequence[str] = ()) -> FastAPI:
     """The service. ``key`` must come with every request but /health, where it is not empty; ``hosts``: further names."""
 
+    async def reap() -> None:
+        while True:
+            await asyncio.sleep(min(REAP_S, table.lease_s))
+            table.reap()
+            await asyncio.to_thread(sweep, table.store.folder, 2 * table.lease_s)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        reaper = asyncio.create_task(_reap(table))
+        reaper = asyncio.create_task(reap())
         yield
         reaper.cancel()
         await table.shut()
@@ -81,19 +85,19 @@ def make_app(table: SessionTable, key: str = "", hosts: Sequence[str] = ()) -> F
 
     @app.get("/health")
     async def health() -> Json:
-        """How it stands. Beside our own keys those that VAGEN's clients look for, of both kinds."""
+        """Our own keys, and those that VAGEN's clients look for, legacy and current."""
         theirs = {"message": "environment service", "registered_envs": sorted(table.offers.offers), "active_services": 1}
         today = {"ok": True, "service": "gym-env-service", "max_inflight": "unlimited"}
         count = len(table.sessions)
         return {"status": "ok", "version": __version__, **table.counts(), **theirs, "active_environments": count, **today}
 
     @app.put("/v1/sessions/{id}", **declared)
-    async def open_session(id: SessionId, wish: Wish) -> Json:
-        return await table.open(id, wish.environment, wish.options, wish.seed)
+    async def open_session(id: SessionId, asked: OpenRequest) -> Json:
+        return await table.open(id, asked.environment, asked.options, asked.seed)
 
     @app.post("/v1/sessions/{id}/steps/{number}", **declared)
-    async def step_session(id: SessionId, number: Annotated[int, Path(ge=1, le=MOST_SEED)], act: Act) -> Json:
-        return await table.step(id, number, act.response)
+    async def step_session(id: SessionId, number: Annotated[int, Path(ge=1, le=MOST_SEED)], asked: StepRequest) -> Json:
+        return await table.step(id, number, asked.response)
 
     @app.post("/v1/sessions/{id}/lease", **declared)
     async def renew_lease(id: SessionId) -> Json:
@@ -138,7 +142,7 @@ class _Exchange:
                 self._take(await self.socket.receive_bytes())
                 while len(self._ready) + len(self._at_work) > MOST_WAITING:  # it asks faster than it reads
                     await asyncio.sleep(0.05)
-        except (WebSocketDisconnect, RuntimeError, KeyError):  # it is gone, or sent text; sessions go on by their lease
+        except (WebSocketDisconnect, RuntimeError, KeyError):  # it is gone, or sent text; its sessions have their lease
             pass
         except WireError as error:
             with suppress(RuntimeError):
@@ -146,7 +150,7 @@ class _Exchange:
         finally:
             writer.cancel()
             self._gone = True
-            self.table.forsake(self)
+            self.table.abandon(self)
 
     def _take(self, frame: bytes) -> None:
         body, _ = unpack(frame)
@@ -173,7 +177,7 @@ class _Exchange:
     async def _write(self) -> None:
         while True:
             await self._wake.wait()
-            await asyncio.sleep(0)  # what is ready in the same moment goes out together
+            await asyncio.sleep(0)  # replies of the same moment are sent together
             self._wake.clear()
             ready, self._ready = self._ready, []
             try:
@@ -183,21 +187,27 @@ class _Exchange:
 
 
 async def perform(table: SessionTable, operation: Json) -> Json:
-    """One operation of a frame: ``op`` and what it needs."""
-    wanted: dict[str, tuple[dict[str, type], Callable[..., Any]]] = {
-        "open": (
-            {"session": str, "environment": str, "options": dict, "seed": int},
-            lambda id, name, options, seed: table.open(id, name, options, seed_of(seed)),
-        ),
-        "step": ({"session": str, "number": int, "response": str}, table.step),
-        "demonstrate": ({"session": str}, table.demonstrate),
-        "lease": ({"session": str}, table.renew),
-        "close": ({"session": str}, table.close),
-        "content_keys": ({"environment": str, "options": dict, "seeds": list}, lambda *asked: _content_keys(table, *asked)),
+    """One operation of a frame: ``op`` and its fields."""
+
+    def open_session(id: str, environment: str, options: Json, seed: int) -> Any:
+        return table.open(id, environment, options, seed_of(seed))
+
+    async def content_keys(environment: str, options: Json, seeds: list[Any]) -> Json:
+        if len(seeds) > 1000:
+            raise Refusal(422, "up to 1000 seeds")
+        return {"keys": await table.content_keys(environment, options, [seed_of(seed) for seed in seeds])}
+
+    wanted: dict[str, tuple[Callable[..., Any], dict[str, type]]] = {
+        "open": (open_session, {"session": str, "environment": str, "options": dict, "seed": int}),
+        "step": (table.step, {"session": str, "number": int, "response": str}),
+        "demonstrate": (table.demonstrate, {"session": str}),
+        "lease": (table.renew, {"session": str}),
+        "close": (table.close, {"session": str}),
+        "content_keys": (content_keys, {"environment": str, "options": dict, "seeds": list}),
     }
-    fields, method = wanted.get(str(operation.get("op")), ({}, None))
-    if method is None:
+    if str(operation.get("op")) not in wanted:
         raise Refusal(422, f"there is no operation '{operation.get('op')!s:.40}'; there is {', '.join(wanted)}")
+    method, fields = wanted[str(operation["op"])]
     for key, kind in fields.items():
         given = operation.get(key)
         if not isinstance(given, kind) or (isinstance(given, bool) and kind is int):
@@ -205,16 +215,3 @@ async def perform(table: SessionTable, operation: Json) -> Json:
     outcome = method(*(operation[key] for key in fields))
     value: Json = await outcome if asyncio.iscoroutine(outcome) else outcome
     return value
-
-
-async def _content_keys(table: SessionTable, environment: str, options: Json, seeds: list[Any]) -> Json:
-    if len(seeds) > 1000:
-        raise Refusal(422, "up to 1000 seeds")
-    return {"keys": await table.content_keys(environment, options, [seed_of(seed) for seed in seeds])}
-
-
-async def _reap(table: SessionTable) -> None:
-    while True:
-        await asyncio.sleep(min(REAP_S, table.lease_s))
-        table.reap()
-        await asyncio.to_thread(sweep, table.store.folder, 2 * table.lease_s)

@@ -24,13 +24,13 @@ LOOPBACK = "127.0.0.1"
 
 
 class OwnOffers(Offers):
-    """Whatever the run's own recipe names, with any options: the driver is trusted, and has the key."""
+    """Whatever the run's recipe names, with any options: the driver is trusted, and has the key."""
 
     def __init__(self) -> None:
         self.offers = {}
 
     def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
-        """The environment itself."""
+        """The environment and its options."""
         _, problem = wrong_options("environment", name, options)
         if problem:
             raise RecipeError(problem)
@@ -38,7 +38,7 @@ class OwnOffers(Offers):
 
 
 def open_work(settings: Mapping[str, Any], folder: Path) -> tuple[str, Answer]:
-    """Serve; what is told is the address. ``toward`` is an address of the driver; empty: it is on this machine."""
+    """Serve; returns the address. ``toward`` is an address of the driver; empty: it is on this machine."""
     import uvicorn
 
     host = own_address(settings["toward"]) if settings["toward"] else LOOPBACK

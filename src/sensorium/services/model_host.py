@@ -1,9 +1,9 @@
 """A model that answers many at once: its engine runs in a thread with an event loop of its own.
 
-Requests come from the server's loop. All that are open are batched by the engine, and join and leave the batch from token
-to token. Who stops waiting withdraws the request. A prompt that is asked for often is computed once (prefix cache).
-Text becomes tokens in threads of its own, so that nobody's answer waits for it, and only where the tokens can fit: a token
-stands for a bounded number of bytes, so 10 MB of text cannot be 8,192 tokens, and that is known without counting them.
+Requests come from the server's loop. The engine batches all that are open; they join and leave the batch between tokens. A
+client that stops waiting withdraws its request. A repeated prompt is computed once (prefix cache). Text is tokenized in
+threads of its own, so that no answer waits for it, and only if the tokens can fit: a token has a bounded number of bytes,
+so 10 MB of text cannot be 8,192 tokens, which is known without counting them.
 """
 
 import asyncio
@@ -25,12 +25,9 @@ from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import SensoriumError
 
+# Receives further tokens of a choice and their log-probs, in the engine's thread.
 Heard = Callable[[Choice, Sequence[int], Sequence[float]], None]
-"""Hears what a choice has got: further tokens and their log-probs. Called in the engine's thread."""
-
-
-RENDERERS = 4
-"""Threads that tokenize: a long text, which takes seconds, lets those with short ones pass."""
+RENDERERS = 4  # threads that tokenize: short texts pass a long one, which takes seconds
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Prompt:
 
 
 async def _refusing(work: "asyncio.Future[Any]") -> Any:
-    """The outcome of work on a request; what is wrong with a request refuses that request."""
+    """The result of work on a request; an error in the request refuses it."""
     try:
         return await work
     except SensoriumError as error:
@@ -73,11 +70,20 @@ class ModelHost:
     async def answer(
         self, prompt: Prompt, sampling: Sampling, seed: int, count: int, heard: Heard | None = None
     ) -> list[Choice]:
-        """``count`` answers to a prompt, drawn by a seed. ``heard`` is told of them as they are written."""
-        return await self._there(self._answers(prompt, sampling, seed, count, heard))
+        """``count`` answers to a prompt, sampled by a seed. ``heard`` gets their tokens as they are written."""
+        room = self.most_context - len(prompt.tokens)
+        sampling = replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
+
+        async def answers() -> list[Choice]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(prompt, sampling, seed, index, heard)) for index in range(count)]
+            return [task.result() for task in tasks]
+
+        found: list[Choice] = await self._there(answers())
+        return found
 
     def close(self) -> None:
-        """Stop the thread and give back what the engine holds."""
+        """Stop the thread and close the engine."""
         self._renderers.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
@@ -92,15 +98,13 @@ class ModelHost:
         """Messages as tokens, where these can fit."""
         for medium in media_of(messages):
             if medium.kind not in self.chat.modalities:
-                raise Refusal(
-                    400, f"this model takes no {medium.kind}; it takes {', '.join(sorted(self.chat.modalities))}."
-                )
+                able = ", ".join(sorted(self.chat.modalities))
+                raise Refusal(400, f"this model takes no {medium.kind}; it takes {able}.")
         characters = sum(len(message.text) for message in messages)
         if 4 * characters > self.most_context * self.chat.longest_token:  # it may be too long: look closer
-            written = sum(
-                len(unicodedata.normalize("NFC", message.text).encode("utf-8", "surrogatepass")) for message in messages
-            )
-            self._refuse_long(written // self.chat.longest_token, "at least ")
+            texts = (unicodedata.normalize("NFC", message.text) for message in messages)
+            size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+            self._refuse_long(size // self.chat.longest_token, "at least ")
         segment = self.chat.render(messages)
         self._refuse_long(len(segment.tokens))
         return segment
@@ -116,15 +120,6 @@ class ModelHost:
             raise Refusal(
                 400, f"the prompt has {least}{count} tokens and this server holds {self.most_context} with the answer."
             )
-
-    async def _answers(
-        self, prompt: Prompt, sampling: Sampling, seed: int, count: int, heard: Heard | None
-    ) -> list[Choice]:
-        room = self.most_context - len(prompt.tokens)
-        sampling = replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
-        async with asyncio.TaskGroup() as crowd:
-            asked = [crowd.create_task(self._one(prompt, sampling, seed, index, heard)) for index in range(count)]
-        return [task.result() for task in asked]
 
     async def _one(self, prompt: Prompt, sampling: Sampling, seed: int, index: int, heard: Heard | None) -> Choice:
         number = next(self._numbers)
@@ -145,7 +140,7 @@ class ModelHost:
         return choice
 
     async def _watch(self, thread: str, choice: Choice, heard: Heard) -> None:
-        """Tell of tokens between ticks; the engine yields after each."""
+        """Report new tokens after each tick; the engine yields then."""
         while True:
             tokens, logprobs = self.engine.written_so_far(thread)
             new = len(choice.tokens)

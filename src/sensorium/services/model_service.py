@@ -22,7 +22,7 @@ from sensorium import __version__
 from sensorium.data.media_store import MediaStore
 from sensorium.services.application import BodyLimit, Counters, Json, Refusal, make_application, sweeping, until_gone
 from sensorium.services.chat import ChatRequest, Choice, ReplyShape, WrittenText, conversation, error_body, event
-from sensorium.services.model_host import ModelHost, Prompt
+from sensorium.services.model_host import Heard, ModelHost, Prompt
 from sensorium.vocabulary.errors import SensoriumError
 
 STATUSES = {
@@ -64,10 +64,8 @@ class ModelService:
         if request.model not in (self.name, self.host.policy.family):
             raise Refusal(404, f"there is no model '{request.model:.80}' here; it is '{self.name}'.")
         if (request.n or 1) > self.capacity:
-            raise Refusal(
-                400,
-                f"n: this server writes at most {self.capacity} answers at once (its --capacity); ask for fewer at a time.",
-            )
+            most = f"this server writes at most {self.capacity} answers at once (its --capacity)"
+            raise Refusal(400, f"n: {most}; ask for fewer at a time.")
         if self.open + (request.n or 1) > self.capacity:
             self.counters.add("refused")
             raise Refusal(503, f"{self.open} of {self.capacity} answers are being written.", RETRY_AFTER_S)
@@ -80,18 +78,24 @@ class ModelService:
         return await self.host.prompt(messages)
 
     def shape(self, request: ChatRequest) -> ReplyShape:
-        """How the reply looks."""
+        """The form of the reply."""
         wanted = bool(request.logprobs), bool(request.return_token_ids)
-        return ReplyShape(
-            f"chatcmpl-{secrets.token_hex(12)}", self.name, self.host.chat.token_bytes, request.stops, *wanted
-        )
+        id = f"chatcmpl-{secrets.token_hex(12)}"
+        return ReplyShape(id, self.name, self.host.chat.token_bytes, request.stops, *wanted)
+
+    async def answer(self, request: ChatRequest, prompt: Prompt, heard: Heard | None = None) -> list[Choice]:
+        """The answers to a request, counted in the metrics."""
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        sampling = request.sampling(self.host.most_context)
+        choices = await self.host.answer(prompt, sampling, seed, request.n or 1, heard)
+        self.counters.add("prompt_tokens", len(prompt.tokens))
+        self.counters.add("completion_tokens", sum(len(choice.tokens) for choice in choices))
+        return choices
 
     async def whole(self, request: ChatRequest) -> Json:
         """The completion at once."""
         prompt = await self.prompt(request)
-        choices = await self.host.answer(prompt, request.sampling(self.host.most_context), _seed(request), request.n or 1)
-        self._count(prompt, choices)
-        return self.shape(request).whole(choices, prompt.tokens)
+        return self.shape(request).whole(await self.answer(request, prompt), prompt.tokens)
 
     async def events(self, request: ChatRequest, prompt: Prompt) -> AsyncIterator[str]:
         """The completion as it is written."""
@@ -99,37 +103,30 @@ class ModelService:
         news: asyncio.Queue[tuple[Choice, list[int], list[float]] | None] = asyncio.Queue()
 
         def heard(choice: Choice, tokens: Any, logprobs: Any) -> None:
-            told = (Choice(choice.index, finish=choice.finish), list(tokens), list(logprobs))
-            loop.call_soon_threadsafe(news.put_nowait, told)
+            new = (Choice(choice.index, finish=choice.finish), list(tokens), list(logprobs))
+            loop.call_soon_threadsafe(news.put_nowait, new)
 
         texts = [WrittenText(self.host.chat.token_bytes, request.stops) for _ in range(count)]
-        asked = asyncio.create_task(
-            self.host.answer(prompt, request.sampling(self.host.most_context), _seed(request), count, heard)
-        )
+        asked = asyncio.create_task(self.answer(request, prompt, heard))
         asked.add_done_callback(lambda _: news.put_nowait(None))
         try:
             for index in range(count):
                 yield shape.chunk(index, {"role": "assistant", "content": ""}, (), (), None)
-            while (told := await news.get()) is not None:
-                choice, tokens, logprobs = told
+            while (new := await news.get()) is not None:
+                choice, tokens, logprobs = new
                 text = texts[choice.index]
                 content = text.feed(tokens) + (text.end() if choice.finish else "")
                 yield shape.chunk(choice.index, {"content": content}, tokens, logprobs, choice.finish)
             choices = await asked
-            self._count(prompt, choices)
             if request.stream_options and request.stream_options.include_usage:
                 yield shape.last(prompt.tokens, choices)
             yield event("[DONE]")
-        except (Refusal, SensoriumError) as error:  # the reply has begun, so it is told in the stream
+        except (Refusal, SensoriumError) as error:  # the reply has begun, so the stream reports it
             self.counters.add("failed")
             yield event(error_body(500, str(error)))
         finally:
             asked.cancel()
             self.open -= count
-
-    def _count(self, prompt: Prompt, choices: list[Choice]) -> None:
-        self.counters.add("prompt_tokens", len(prompt.tokens))
-        self.counters.add("completion_tokens", sum(len(choice.tokens) for choice in choices))
 
 
 def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 20, hosts: Sequence[str] = ()) -> FastAPI:
@@ -147,13 +144,8 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
 
     @app.get("/health")
     async def health() -> Json:
-        return {
-            "status": "ok",
-            "version": __version__,
-            "model": service.name,
-            "open": service.open,
-            "capacity": service.capacity,
-        }
+        load = {"open": service.open, "capacity": service.capacity}
+        return {"status": "ok", "version": __version__, "model": service.name, **load}
 
     @app.get("/metrics", response_class=PlainTextResponse, **declared)
     async def metrics() -> PlainTextResponse:
@@ -165,11 +157,9 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
         model = {"id": service.name, "object": "model", "created": service.started, "owned_by": "sensorium"}
         return {"object": "list", "data": [model | {"modalities": modalities, "max_model_len": service.host.most_context}]}
 
-    @app.post(
-        "/v1/chat/completions",
-        response_model=ChatReply,
-        **{**declared, "responses": declared["responses"] | {200: streamed}},
-    )
+    chat_declared = {**declared, "responses": declared["responses"] | {200: streamed}}
+
+    @app.post("/v1/chat/completions", response_model=ChatReply, **chat_declared)
     async def complete(body: ChatRequest, request: Request) -> Any:
         service.take(body)
         streaming = False
@@ -184,9 +174,15 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
             if not body.stream:
                 return JSONResponse(asked.result())
             events = service.events(body, asked.result())
-            first = await anext(events)  # from here on the generator gives the place back, also if nobody reads it
+            first = await anext(events)  # from here on the generator frees the place, also if nobody reads it
             streaming = True
-            return StreamingResponse(_after(first, events), media_type="text/event-stream")
+
+            async def stream() -> AsyncIterator[str]:
+                yield first
+                async for other in events:
+                    yield other
+
+            return StreamingResponse(stream(), media_type="text/event-stream")
         except Refusal as refusal:
             service.counters.add("withdrawn" if refusal.status == 499 else "failed")
             raise
@@ -195,13 +191,3 @@ def make_model_app(service: ModelService, key: str = "", most_body: int = 64 << 
                 service.open -= body.n or 1
 
     return app
-
-
-async def _after(first: str, others: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for other in others:
-        yield other
-
-
-def _seed(request: ChatRequest) -> int:
-    return secrets.randbits(63) if request.seed is None else request.seed

@@ -1,7 +1,7 @@
 """Worker processes with a model each: ``sensorium serve model`` on loopback, started again when one dies or hangs.
 
-A worker has a port of its own for its whole life, and a key that only this process knows. Who asks them goes through the
-client of judges, which passes over a worker that is down and asks it again later.
+A worker has its own port for its whole life, and a key that only this process knows. It is called by the client of judges,
+which skips a worker that is down and tries it again later.
 """
 
 import asyncio
@@ -38,10 +38,8 @@ class ModelWorker:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     started: float = 0.0
-    heard: float | None = None
-    """When it answered last since it was started; loading a model takes a while, and may fail."""
-    ready: bool = False
-    """Whether it answered when it was last asked."""
+    heard: float | None = None  # when it answered last since it was started; loading a model takes a while, and may fail
+    ready: bool = False  # whether it answered the last health check
 
     @property
     def url(self) -> str:
@@ -56,8 +54,8 @@ class ModelWorker:
     def start(self) -> None:
         """Start it, in a session of its own: Ctrl-C in a terminal must not end it before its answers are written.
 
-        Its standard input is a pipe that ends when this process does, however that happens. EngineLost where somebody else
-        has its port: that one would be asked in its place, with our key.
+        Its standard input is a pipe that ends when this process does, however that happens. EngineLost where another
+        program has its port: that one would get our requests, with our key.
         """
         self.ready, self.heard, self.started = False, None, time.monotonic()
         try:
@@ -65,19 +63,16 @@ class ModelWorker:
         except OSError as error:
             raise EngineLost(
                 f"a worker's port {self.port} cannot be used: {error.strerror}. Choose others by --worker-port (0: any "
-                "free ones), or end who listens there."
+                "free ones), or end the program that listens there."
             ) from error
         command = [part.replace("{port}", str(self.port)) for part in self.command]
+        variables = {**os.environ, **self.environment}
         self.process = subprocess.Popen(
-            command,
-            env={**os.environ, **self.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
         )
 
     def answers(self) -> bool:
-        """Whether its /health says so now."""
+        """Whether its /health answers now."""
         try:
             # Plain HTTP on loopback: no proxy, and no certificates, which take 0.1 s to load at every call.
             with httpx.stream("GET", f"{self.url}/health", timeout=2, trust_env=False, verify=False) as reply:
@@ -101,7 +96,7 @@ class ModelWorker:
 
 
 class ModelWorkers:
-    """Several workers, kept alive. One that has not answered for ``hang_s`` (while it loads: ``start_s``) is ended."""
+    """Several workers, kept alive. One that does not answer for ``hang_s`` (while it loads: ``start_s``) is ended."""
 
     def __init__(self, workers: Sequence[ModelWorker], start_s: float = 600.0, hang_s: float = 120.0) -> None:
         self.workers, self.start_s, self.hang_s = list(workers), start_s, hang_s
@@ -149,17 +144,15 @@ class ModelWorkers:
                 elif time.monotonic() - worker.started >= rest:
                     code = worker.process.poll() if worker.process is not None else None
                     worker.restarts += 1
-                    print(
-                        f"the worker at {worker.url} died (code {code}) and is started again ({worker.restarts})",
-                        file=sys.stderr,
-                    )
+                    notice = f"the worker at {worker.url} died (code {code}) and is started again ({worker.restarts})"
+                    print(notice, file=sys.stderr)
                     try:
                         worker.start()
                     except (SensoriumError, OSError) as error:  # it is tried again after a while
                         print(f"the worker at {worker.url} cannot be started: {error}", file=sys.stderr)
 
     async def _end_if_hung(self, worker: ModelWorker) -> None:
-        """Ask a worker now and then; end one that is silent for too long, so that it is started again."""
+        """Check a worker now and then; end one that is silent for too long, so that it is started again."""
         since = worker.started if worker.heard is None else worker.heard
         if worker.ready and time.monotonic() - since < min(ASK_EVERY_S, self.hang_s):
             return
@@ -185,26 +178,15 @@ def model_workers(
     """
     key = secrets.token_urlsafe(32)
     os.environ[KEY_VARIABLE] = key
-    command = [
-        sys.executable,
-        "-m",
-        "sensorium.cli.main",
-        "serve",
-        "model",
-        checkpoint,
-        "--name",
-        "reader",
-        "--port",
-        "{port}",
-        "--until-input-ends",
-    ]
+    serve = [sys.executable, "-m", "sensorium.cli.main", "serve", "model", checkpoint]
+    command = [*serve, "--name", "reader", "--port", "{port}", "--until-input-ends", *options]
     workers = []
     for place in range(count):
         environment = {ENVIRONMENT_VARIABLE: key}
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
         port = first_port + place if first_port else free_port()
-        workers.append(ModelWorker([*command, *options], port, environment))
+        workers.append(ModelWorker(command, port, environment))
     return ModelWorkers(workers), KEY_VARIABLE
 
 
@@ -228,9 +210,7 @@ def placement_notice(count: int, devices: Sequence[str], listed: bool) -> str:
         return f"{count} workers share the GPUs {named}: some hold the model several times (--workers, --devices)."
     if listed and 0 < count < len(devices):
         idle = ", ".join(devices[count:])
-        return (
-            f"GPUs without a worker: {idle} (of {named}). --workers {len(devices)} (REWARD_NUM_WORKERS) uses all of them."
-        )
+        return f"GPUs without a worker: {idle} (of {named}). --workers {len(devices)} (REWARD_NUM_WORKERS) uses all."
     return ""
 
 

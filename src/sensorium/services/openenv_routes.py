@@ -1,8 +1,8 @@
 """OpenEnv's WebSocket, so that its stock client plays our environments: ``/openenv/{name}/ws``, one a connection.
 
 An action is ``{"response": text}``, an observation ``{"text": …, "images": [PNG as base64]}``; the first one after a reset
-also has ``system``. Keys of a reset beside ``seed`` and ``episode_id`` are options of the environment. Pay by name is in
-the metadata; its sum is the reward.
+also has ``system``. Keys of a reset beside ``seed`` and ``episode_id`` are options of the environment. The metadata has
+the parts of a reward; their sum is the reward.
 """
 
 import base64
@@ -84,12 +84,10 @@ class _Player:
             return True
         if not isinstance(frame, dict):
             await self._error("SESSION_ERROR", "a frame is one JSON object, as text")
+        if not isinstance(frame, dict) or frame.get("type") == "close":
             await self.socket.close()
             return False
         data, kind = frame.get("data") or {}, frame.get("type")
-        if kind == "close":
-            await self.socket.close()
-            return False
         if not isinstance(data, dict):
             await self._invalid("data", "an object is needed")
         elif kind == "reset":
@@ -128,17 +126,18 @@ class _Player:
         if not isinstance(data.get("response"), str):
             await self._invalid("response", "Field required")
             return
-        for name in data:
-            if name not in ("response", "metadata"):
-                await self._invalid(name[:60], "Extra inputs are not permitted")
-                return
+        if extra := [name for name in data if name not in ("response", "metadata")]:
+            await self._invalid(extra[0][:60], "Extra inputs are not permitted")
+            return
         try:
             outcome = await self.table.step(self.session, self.steps + 1, data["response"])
         except Refusal as refusal:
             await self._error("EXECUTION_ERROR", refusal.why)
             return
         self.steps += 1
-        info = {**outcome["info"], "truncated": outcome["truncated"], "success": outcome["success"], **_parts(outcome)}
+        info = {**outcome["info"], "truncated": outcome["truncated"], "success": outcome["success"]}
+        if isinstance(outcome["reward"], dict):
+            info["parts"] = outcome["reward"]
         seen = self._seen(outcome["observation"] or [], info)
         reply: Json = {"observation": seen, "reward": paid(outcome), "done": outcome["done"], "metadata": info}
         await self._send("observation", reply)
@@ -149,21 +148,16 @@ class _Player:
 
     async def _full(self) -> None:
         active, most = len(self.table.sessions), self.table.capacity
-        told = f"Server at capacity: {active}/{most} sessions active. Try again later."
-        await self._error("CAPACITY_REACHED", told, active_sessions=active, max_sessions=most)
+        why = f"Server at capacity: {active}/{most} sessions active. Try again later."
+        await self._error("CAPACITY_REACHED", why, active_sessions=active, max_sessions=most)
         await self.socket.close()
 
     async def _invalid(self, field: str, why: str) -> None:
-        await self._error(
-            "VALIDATION_ERROR", "Invalid message", errors=[{"type": "value_error", "loc": [field], "msg": why}]
-        )
+        problem = {"type": "value_error", "loc": [field], "msg": why}
+        await self._error("VALIDATION_ERROR", "Invalid message", errors=[problem])
 
     async def _error(self, code: str, message: str, **more: Any) -> None:
         await self._send("error", {"message": message, "code": code, **more})
 
     async def _send(self, kind: str, data: Json) -> None:
         await self.socket.send_text(json.dumps({"type": kind, "data": data}))
-
-
-def _parts(outcome: Json) -> Json:
-    return {"parts": outcome["reward"]} if isinstance(outcome["reward"], dict) else {}

@@ -1,13 +1,26 @@
-"""Which environments a service offers. Clients are not trusted: they choose among these, and cannot name code."""
+"""The environments that a service offers, and its sessions. Clients are not trusted: they cannot name code.
+
+Invariants of sessions:
+- A step has a number, 1, 2, …. The one after the last acts; the last one again gives the same reply (or waits for it); any
+  other is refused. So a client that lost a reply asks again, and nothing acts twice.
+- Opening a session again under its id, with the same request, gives the same first observation.
+- A client that stops waiting does not stop the environment: the reply is kept for the next time.
+- At most ``capacity`` sessions exist: open, opening, or only reserved, as VAGEN's clients do before they reset. One that
+  was not used during its lease is closed, reserved or not. One whose connection broke, and that was not used since (a
+  trainer that was killed), is closed when its place is needed.
+- A reserved session outlives its environment: a reset begins another one in its place, also after a failure.
+"""
 
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from sensorium.cluster.pool import WorkerFailure, WorkerPool
 from sensorium.data.media_files import open_regular
@@ -17,7 +30,6 @@ from sensorium.envs.protocol import Environment
 from sensorium.envs.remote.wire import Json, reset_to_json, step_to_json
 from sensorium.recipe.names import (
     build,
-    check,
     closed_options,
     needs_a_row,
     parameters_of,
@@ -34,6 +46,11 @@ from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 NOT_SERVED = ("question", "remote", "isolated")
+MAX_ID = 200
+MAX_SEED = 2**62
+ABANDONED_S = (
+    60.0  # how long a client whose connection broke may be away before its places can be taken; clients retry less
+)
 
 
 @dataclass(frozen=True)
@@ -54,20 +71,16 @@ class Offers:
                 "the service offers no environment; name some, as in: sensorium serve env frozen_lake sokoban."
             )
         for name, offer in self.offers.items():
-            check("environment", offer.environment, f"environment '{name}'")
-            if needs_a_row(resolve("environment", offer.environment)):
+            kind = resolve("environment", offer.environment, f"environment '{name}'")
+            if needs_a_row(kind):
                 raise RecipeError(f"environment '{name}' plays the questions of rows, and cannot be served by seeds.")
-            kind = resolve("environment", offer.environment)
-            needed = [
-                key
-                for key, parameter in parameters_of(kind).items()
-                if key in closed_options(kind) and parameter.default is Parameter.empty and key not in offer.options
-            ]
-            if needed:
-                raise RecipeError(
-                    f"environment '{name}' needs '{needed[0]}', which a client may not set. Say it in a file, "
-                    f"{{environment: {offer.environment}, options: {{{needed[0]}: …}}}}, and offer that: {name}=FILE.yaml."
-                )
+            closed = {key: parameter for key, parameter in parameters_of(kind).items() if key in closed_options(kind)}
+            for key, parameter in closed.items():
+                if parameter.default is Parameter.empty and key not in offer.options:
+                    raise RecipeError(
+                        f"environment '{name}' needs '{key}', which a client may not set. Set it in a file, "
+                        f"{{environment: {offer.environment}, options: {{{key}: …}}}}, and offer that: {name}=FILE.yaml."
+                    )
 
     @property
     def environments(self) -> dict[str, str]:
@@ -75,7 +88,7 @@ class Offers:
         return {name: offer.environment for name, offer in self.offers.items()}
 
     def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
-        """What a client's name and options stand for; RecipeError says what is wrong with them."""
+        """The environment and options of a client's request; a wrong request is a RecipeError."""
         if not isinstance(name, str) or name not in self.offers:
             raise RecipeError(f"unknown environment '{name!s:.60}'{nearest(str(name)[:60], list(self.offers))}")
         if not isinstance(options, Mapping):
@@ -104,7 +117,7 @@ class Offers:
         return IsolatedEnvironment(store, environment, chosen, memory_mib, deadline_s)
 
     def content_key(self, name: Any, options: Any, seed: int) -> str:
-        """What a seed leads to."""
+        """What a seed leads to, as the environment describes it."""
         environment, chosen = self.chosen(name, options)
         kind = resolve("environment", environment)
         if not hasattr(kind, "content_key"):
@@ -114,8 +127,8 @@ class Offers:
 
 def rows_offer(given: str) -> tuple[str, Offer]:
     """``NAME=FILE``: the rows of a source as an environment; the file is YAML, ``{source: parquet, options: {…}}``."""
-    name, held = _in_file(given, "source", f"--rows {given}")
-    return name, Offer("rows", {"source": held["source"], "options": dict(held.get("options") or {})})
+    name, content = _in_file(given, "source", f"--rows {given}")
+    return name, Offer("rows", {"source": content["source"], "options": dict(content.get("options") or {})})
 
 
 def environment_offer(given: str) -> tuple[str, Offer]:
@@ -123,66 +136,44 @@ def environment_offer(given: str) -> tuple[str, Offer]:
     name, _, place = given.partition("=")
     if not place.endswith((".yaml", ".yml")):
         return name, Offer(place or name)
-    name, held = _in_file(given, "environment", given)
-    return name, Offer(str(held["environment"]), dict(held.get("options") or {}))
+    name, content = _in_file(given, "environment", given)
+    return name, Offer(str(content["environment"]), dict(content.get("options") or {}))
 
 
 def _in_file(given: str, key: str, where: str) -> tuple[str, Mapping[str, Any]]:
-    """The name and what the file of ``NAME=FILE`` holds: ``key`` and options."""
-    import yaml
-
+    """The name and the content of ``NAME=FILE``: ``key`` and options."""
     name, _, file = given.partition("=")
     try:
         with open_regular(Path(file)) as opened:
-            held = yaml.safe_load(opened)
+            content = yaml.safe_load(opened)
     except (OSError, yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"{where}: the file cannot be read: {error}") from error
-    if not name or not isinstance(held, Mapping) or set(held) - {key, "options"} or key not in held:
+    if not name or not isinstance(content, Mapping) or set(content) - {key, "options"} or key not in content:
         raise RecipeError(f"{where}: it is NAME=FILE, and the file holds {key} and options, as a recipe's tasks do.")
-    return name, held
+    return name, content
 
 
 def usual_offers() -> dict[str, Offer]:
     """Every registered environment that plays from seeds and runs no code of a client's choosing."""
-    found = {}
-    for name in table("environment"):
-        kind = resolve("environment", name) if name not in NOT_SERVED else None
-        if kind is not None and plays_for_anybody(kind):
-            found[name] = Offer(name)
-    return found
-
-
-# Invariants: - A step has a number, 1, 2, …. The one after the last acts; the last one again gives the same reply (or
-# waits for it, if it is still acting); any other is refused. So a client that lost a reply asks again, and nothing acts
-# twice. - Opening a session again under its id, with the same wish, gives the same first observation. - Who stops
-# waiting does not stop the environment: its reply is kept for the next time it is asked for. - At most ``capacity``
-# sessions exist: open, opening, or only reserved, as VAGEN's clients do before they reset. One that nobody asked for
-# during its lease is closed, reserved or not. One whose connection broke, and that nobody asked for since (a trainer
-# that was killed), gives its place up to who finds none. - A reserved session outlives its environment: reset begins
-# another one in its place, and so does one after a failure.
-
-
-MOST_ID = 200
-LARGEST_SEED = 2**62
-
-FORSAKEN_S = 60.0
-"""How long a client whose connection broke may stay away before its sessions give their places up; clients try for less."""
+    names = [name for name in table("environment") if name not in NOT_SERVED]
+    return {name: Offer(name) for name in names if plays_for_anybody(resolve("environment", name))}
 
 
 def seed_of(given: Any) -> int:
     """A seed as other systems' clients send it: a whole number from 0, spelled 7, 7.0 or "7". All else is refused."""
     found = re.fullmatch(r"\s*([0-9]{1,19})(?:\.0*)?\s*", given) if isinstance(given, str) else None
     seed = int(found[1]) if found else whole(given)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
-        raise Refusal(422, f"a seed is a whole number from 0 to {LARGEST_SEED}, not {given!r:.60}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+        raise Refusal(422, f"a seed is a whole number from 0 to {MAX_SEED}, not {given!r:.60}")
     return seed
 
 
 @dataclass
 class Session:
-    """One environment and what it last replied. ``number`` counts its steps. Without an environment it is reserved only.
+    """One environment and its last reply. ``number`` counts its steps. Without an environment it is only reserved.
 
-    ``reserved``: a client holds the id for further resets; ``problem`` says why these cannot succeed.
+    ``reserved``: a client holds the id for further resets; ``problem`` says why these cannot succeed. ``asker`` is the
+    connection that used it last, ``abandoned`` when that broke.
     """
 
     id: str
@@ -196,13 +187,13 @@ class Session:
     number: int = 0
     acting: "asyncio.Task[Json] | None" = None
     done: bool = False
-    asked: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=time.monotonic)
     asker: object = None
-    forsaken: float | None = None
+    abandoned: float | None = None
 
     def wanted(self) -> None:
-        """Somebody asks for it."""
-        self.asked, self.asker, self.forsaken = time.monotonic(), None, None
+        """A client uses it: its lease begins again."""
+        self.used, self.asker, self.abandoned = time.monotonic(), None, None
 
     @property
     def busy(self) -> bool:
@@ -219,7 +210,7 @@ class Session:
 
 
 class SessionTable:
-    """All sessions of a server. ``make`` builds an environment from name and options; by default the offers' own."""
+    """All sessions of a server. ``make`` builds an environment from name and options; by default from the offers."""
 
     def __init__(
         self,
@@ -235,35 +226,34 @@ class SessionTable:
         self.opened = self.steps = self.reaped = self.failed = 0
         self._make = make or (lambda name, options: offers.built(name, options, store))
         self._pool = WorkerPool("environment", size=max(1, capacity))
-        self._closing: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def open(self, id: str, environment: Any, options: Any, seed: int) -> Json:
         """Open a session and reset its environment; again under the same id gives the same."""
         session = self.sessions.get(id)
         if session is None:
-            self._make_room([id])
-            self._refuse_senseless(environment, options)
+            self._take_places([id])
+            self._refuse_wrong_request(environment, options)
             session = self._begin(Session(id, environment, options), seed)
         elif (session.environment, repr(session.options), session.seed) != (environment, repr(options), seed):
             raise Refusal(409, f"there is a session '{id}' of another environment; choose another id")
         session.wanted()
         return await self._outcome(session, session.opening)
 
-    def reserve(self, wishes: Mapping[str, tuple[str, Any] | str]) -> None:
+    def reserve(self, requests: Mapping[str, tuple[str, Any] | str]) -> None:
         """Hold places under ids, all or none: for an environment with options, or for the reason why there is none."""
-        self._make_room([id for id in wishes if id not in self.sessions])
-        for wish in wishes.values():
-            if not isinstance(wish, str):
-                self._refuse_senseless(*wish)
-        for id, wish in wishes.items():
-            before = self.sessions.get(id)
-            if before is not None:
-                self._end(before)
-            environment, options, problem = ("", {}, wish) if isinstance(wish, str) else (*wish, "")
+        self._take_places([id for id in requests if id not in self.sessions])
+        for request in requests.values():
+            if not isinstance(request, str):
+                self._refuse_wrong_request(*request)
+        for id, request in requests.items():
+            if id in self.sessions:
+                self._end(self.sessions[id])
+            environment, options, problem = ("", {}, request) if isinstance(request, str) else (*request, "")
             self.sessions[id] = Session(id, environment, options, reserved=True, problem=problem)
 
     async def reset(self, id: str, seed: int) -> Json:
-        """Begin a reserved session's environment by a seed, in place of the one that it had."""
+        """Begin a reserved session's environment by a seed, in place of its former one."""
         before = self._known(id)
         before.wanted()
         if before.problem:
@@ -274,11 +264,11 @@ class SessionTable:
         return await self._outcome(session, session.opening)
 
     async def act(self, id: str, response: str) -> Json:
-        """Act, for protocols whose steps have no number: one that is asked again acts again."""
+        """Act, for protocols whose steps have no number: a repeated one acts again."""
         return await self.step(id, self._known(id).number + 1, response)
 
     async def step(self, id: str, number: int, response: str) -> Json:
-        """Act, once; the last step again gives its reply again."""
+        """Act, once; the last step, repeated, gives the same reply."""
         session = self._known(id)
         session.wanted()
         if session.live is None:
@@ -296,7 +286,7 @@ class SessionTable:
         return await self._outcome(session, session.acting)
 
     async def demonstrate(self, id: str) -> Json:
-        """A good response from where a session is; nothing acts."""
+        """A good response from the state of a session, which stays as it is."""
         session = self._known(id)
         session.wanted()
         if session.live is None or session.busy or session.done:
@@ -307,20 +297,16 @@ class SessionTable:
             raise Refusal(410, str(error)) from error
 
     async def content_keys(self, environment: Any, options: Any, seeds: list[int]) -> list[str]:
-        """What seeds lead to. Asked in a thread, under the deadline: options may make it take long."""
-
-        def asked() -> list[str]:
-            return [self.offers.content_key(environment, options, seed) for seed in seeds]
-
+        """What seeds lead to. Runs in a thread, under the deadline: options may make it take long."""
         try:
-            call = await self._pool.call(asked, self.deadline_s)
+            call = await self._pool.call(
+                lambda: [self.offers.content_key(environment, options, seed) for seed in seeds], self.deadline_s
+            )
         except WorkerFailure as overdue:
-            raise Refusal(
-                422, f"the seeds of '{environment!s:.60}' {overdue}; ask for fewer, or for smaller ones"
-            ) from overdue
+            why = f"the seeds of '{environment!s:.60}' {overdue}; ask for fewer, or for smaller ones"
+            raise Refusal(422, why) from overdue
         if call.error is not None:
-            told = str(call.error) if isinstance(call.error, SensoriumError) else words(call.error)
-            raise Refusal(422, told) from call.error
+            raise Refusal(422, _reason(call.error)) from call.error
         found: list[str] = call.value
         return found
 
@@ -331,16 +317,16 @@ class SessionTable:
         return {"step": session.number, "done": session.done}
 
     async def close(self, id: str) -> Json:
-        """Close a session; one that is not there is closed already."""
+        """Close a session; closing an unknown one is no error."""
         session = self.sessions.pop(id, None)
         if session is not None:
             self._end(session)
         return {"closed": True}
 
     def reap(self) -> int:
-        """Close the sessions that nobody asked for during their lease; returns how many."""
+        """Close the sessions that were not used during their lease; returns how many."""
         now = time.monotonic()
-        idle = [session for session in self.sessions.values() if not session.busy and now - session.asked > self.lease_s]
+        idle = [session for session in self.sessions.values() if not session.busy and now - session.used > self.lease_s]
         for session in idle:
             del self.sessions[session.id]
             self._end(session)
@@ -348,16 +334,16 @@ class SessionTable:
         return len(idle)
 
     def asked_by(self, asker: object, id: Any, gone: bool) -> None:
-        """Who asked for a session last, a connection, and whether that is gone."""
+        """Note the connection that used a session last, and whether it is gone."""
         session = self.sessions.get(id) if isinstance(id, str) else None
         if session is not None:
-            session.asker, session.forsaken = asker, time.monotonic() if gone else None
+            session.asker, session.abandoned = asker, time.monotonic() if gone else None
 
-    def forsake(self, asker: object) -> None:
-        """A connection broke: its sessions are kept, and after a while only as long as nobody needs their places."""
+    def abandon(self, asker: object) -> None:
+        """A connection broke: after a while its sessions are closed when their places are needed."""
         for session in self.sessions.values():
             if session.asker is asker:
-                session.forsaken = time.monotonic()
+                session.abandoned = time.monotonic()
 
     async def shut(self) -> None:
         """Close everything."""
@@ -368,58 +354,42 @@ class SessionTable:
         self._pool.close()
 
     def counts(self) -> Json:
-        """How it stands."""
-        return {
-            "sessions": len(self.sessions),
-            "capacity": self.capacity,
-            "opened": self.opened,
-            "steps": self.steps,
-            "reaped": self.reaped,
-            "failed": self.failed,
-        }
+        """Numbers for /health."""
+        counters = {"opened": self.opened, "steps": self.steps, "reaped": self.reaped, "failed": self.failed}
+        return {"sessions": len(self.sessions), "capacity": self.capacity, **counters}
 
-    def _make_room(self, ids: Sequence[str]) -> None:
-        """Refuse where there are no places for new sessions."""
-        if not all(0 < len(id) <= MOST_ID for id in ids):
-            raise Refusal(422, f"the id of a session has 1 to {MOST_ID} characters")
+    def _take_places(self, ids: Sequence[str]) -> None:
+        """Refuse new sessions where there are no places for them; abandoned ones are closed, the oldest first."""
+        if not all(0 < len(id) <= MAX_ID for id in ids):
+            raise Refusal(422, f"the id of a session has 1 to {MAX_ID} characters")
         if len(ids) > self.capacity:
             raise Refusal(422, f"{len(ids)} sessions at once are more than the server's --capacity, {self.capacity}")
         while len(self.sessions) + len(ids) > self.capacity:
-            if not self._room_made():
+            since = {s.id: s.abandoned for s in self.sessions.values() if s.abandoned is not None and not s.busy}
+            if not since or time.monotonic() - min(since.values()) < ABANDONED_S:
                 raise Refusal(
                     503,
                     f"the server is full: {len(self.sessions)} sessions are open and its --capacity is {self.capacity} "
                     "(rollout.concurrency bounds the episodes that a run plays at once)",
                     retry_after_s=1.0,
                 )
+            self._end(self.sessions.pop(min(since, key=lambda id: since[id])))
+            self.reaped += 1
 
-    def _refuse_senseless(self, environment: Any, options: Any) -> None:
+    def _refuse_wrong_request(self, environment: Any, options: Any) -> None:
         try:
             self.offers.chosen(environment, options)
         except RecipeError as error:
             raise Refusal(422 if environment in self.offers.offers else 404, str(error)) from error
 
-    def _room_made(self) -> bool:
-        """Close the session that was forsaken for longest, where one was for long enough."""
-        since = {s.id: s.forsaken for s in self.sessions.values() if s.forsaken is not None and not s.busy}
-        if not since or time.monotonic() - min(since.values()) < FORSAKEN_S:
-            return False
-        self._end(self.sessions.pop(min(since, key=lambda id: since[id])))
-        self.reaped += 1
-        return True
-
     def _begin(self, session: Session, seed: int) -> Session:
-        """Build and reset an environment, and have the session known."""
+        """Build and reset an environment, and add the session."""
         task = Task(session.id, environment=EnvironmentSpec(session.environment, session.options, seed))
-        live = LiveEnvironment(
-            self._pool,
-            lambda _: self._make(session.environment, session.options),
-            task,
-            self.deadline_s,
-            Deadlines(),
-            session.id,
-            wary=True,
-        )
+
+        def make(_: Task) -> Environment:
+            return self._make(session.environment, session.options)
+
+        live = LiveEnvironment(self._pool, make, task, self.deadline_s, Deadlines(), session.id, wary=True)
 
         async def first() -> Json:
             return reset_to_json(*await live.reset(seed))
@@ -437,7 +407,7 @@ class SessionTable:
         return step_to_json(result)
 
     async def _outcome(self, session: Session, task: "asyncio.Task[Json] | None") -> Json:
-        """What a task comes to. It goes on if nobody waits any longer."""
+        """The result of a task, which continues if nobody waits any longer."""
         assert task is not None, "a session with an environment was opened"
         try:
             return await asyncio.shield(task)
@@ -448,12 +418,11 @@ class SessionTable:
         except Exception as error:
             if self.sessions.get(session.id) is session:
                 self.failed += 1
-                self._end(self.sessions.pop(session.id))  # it holds no place any longer
+                self._end(self.sessions.pop(session.id))  # its place is free again
                 if session.reserved:
                     self.sessions[session.id] = Session(session.id, session.environment, session.options, reserved=True)
-            told = str(error) if isinstance(error, SensoriumError) else words(error)
-            senseless = task is session.opening and isinstance(error.__cause__, RecipeError)
-            raise Refusal(422 if senseless else 410, told) from error
+            wrong_request = task is session.opening and isinstance(error.__cause__, RecipeError)
+            raise Refusal(422 if wrong_request else 410, _reason(error)) from error
 
     def _known(self, id: str) -> Session:
         session = self.sessions.get(id)
@@ -464,30 +433,40 @@ class SessionTable:
         return session
 
     def _end(self, session: Session) -> None:
-        """Give a session's environment back, when it is done with what it does; nobody waits for that."""
+        """Close a session's environment when its current task is done; nobody waits for that."""
 
-        async def give_back() -> None:
+        async def close() -> None:
             for task in filter(None, (session.opening, session.acting)):
                 await asyncio.wait({task})
-                task.exception()  # told already to who asked
+                task.exception()  # was reported to the client already
             if session.live is not None:
                 await session.live.close()
 
-        self._keep(give_back())
+        closing = asyncio.ensure_future(close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
-    def _keep(self, work: Awaitable[None]) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, SensoriumError) else words(error)
 
 
 def text_of_messages(messages: Sequence[Json], placeholder: str = "") -> str:
-    """The text of messages, one after another; ``placeholder`` stands where a picture is."""
-    return "\n".join("".join(_said(block, placeholder) for block in message["content"]) for message in messages)
+    """The text of messages, one after another, with ``placeholder`` for each picture.
+
+    A placeholder that is in the text itself is changed, since it stands for no picture.
+    """
+
+    def text(block: Json) -> str:
+        if "text" not in block:
+            return placeholder
+        return str(block["text"].replace(PLACEHOLDER, "< image>") if placeholder else block["text"])
+
+    return "\n".join("".join(map(text, message["content"])) for message in messages)
 
 
 def with_images(messages: Sequence[Json]) -> str:
-    """The text of messages with ``<image>`` for each picture. A placeholder that is in the text itself stands for none."""
+    """The text of messages with ``<image>`` for each picture."""
     return text_of_messages(messages, PLACEHOLDER)
 
 
@@ -498,14 +477,6 @@ def pictures(messages: Sequence[Json], store: MediaStore) -> list[bytes]:
 
 
 def paid(outcome: Json) -> float | None:
-    """A step's pay as one number; None where nothing is paid."""
+    """A step's reward as one number; None where the environment gives none."""
     reward = outcome["reward"]
     return sum(reward.values()) if isinstance(reward, dict) else reward
-
-
-def _said(block: Json, placeholder: str) -> str:
-    return (
-        block["text"].replace(PLACEHOLDER, "< image>")
-        if "text" in block and placeholder
-        else block.get("text", placeholder)
-    )
