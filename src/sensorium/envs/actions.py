@@ -9,10 +9,10 @@ response is not valid then.
 
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult, one_of, within
@@ -161,9 +161,8 @@ def observation_of(words: str, shown: str | Media) -> Observation:
     return Observation((Message("user", (*([Text(words + "\n")] if words else []), shown)),))
 
 
-class PlayOptions(TypedDict, total=False):
-    """Options that environments with named actions have in common. Defaults are those of ActionEnvironment, unless the
-    environment states its own.
+class TurnOptions(TypedDict, total=False):
+    """Options of all TurnEnvironments. Defaults are those of its constructor, unless the environment states its own.
 
     ``view`` may be ``blank``, to test whether a model looks. ``prompt`` explains the environment in a few words or in
     full. ``response_format`` is a form of ``envs/responses.py``; by default the full prompt asks for a thought before the
@@ -172,13 +171,18 @@ class PlayOptions(TypedDict, total=False):
     """
 
     max_turns: int
-    max_actions_per_turn: int
     view: str
     prompt: Literal["short", "full"]
     response_format: str
     format_reward: float
     state_reward: float
     grammar: Literal["own", "vagen"]
+
+
+class PlayOptions(TurnOptions, total=False):
+    """Options of environments whose responses name several actions."""
+
+    max_actions_per_turn: int
 
 
 @dataclass(frozen=True)
@@ -192,14 +196,68 @@ class PlayedTurn:
     ended: bool
     success: bool
     earned: Mapping[str, float]
-    info: Mapping[str, bool | float] = field(default_factory=dict)
+    info: Mapping[str, bool | float | str] = field(default_factory=dict)
     cut: bool = False
 
 
-class ActionEnvironment:
-    """What environments with named actions have in common. A subclass implements the private methods at the end."""
+class TurnEnvironment:
+    """What environments with a response format, reward parts and descriptions of the state have in common."""
 
     instant = True
+
+    def __init__(
+        self,
+        name: str,
+        store: MediaStore,
+        views: Sequence[str],
+        rewards: Mapping[str, float],
+        *,
+        max_turns: int = 10,
+        view: str = "picture",
+        prompt: Literal["short", "full"] = "short",
+        response_format: str = "",
+        format_reward: float = 0.5,
+        state_reward: float = 0.0,
+        grammar: Literal["own", "vagen"] = "own",
+        answer_tag: str = "answer",
+    ) -> None:
+        one_of(name, "view", view, views)
+        one_of(name, "prompt", prompt, ["short", "full"])
+        within(name, "max_turns", max_turns, 1, 10**6)
+        self.name, self.store, self.max_turns, self.view, self.full = name, store, max_turns, view, prompt == "full"
+        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), answer_tag, grammar)
+        self.weights = {**rewards, "format": format_reward, **description_weights(name, self.format, state_reward)}
+        self._seed = self._turn = 0
+        self._over = True
+
+    def close(self) -> None:
+        """Release what the environment holds."""
+
+    def _refuse_over(self) -> None:
+        if self._over:
+            raise EnvironmentFailure(f"{self.name}: the episode is over (or has not begun); reset it first.")
+
+    @property
+    def _rewards_descriptions(self) -> bool:
+        return any(self.weights.get(part) for part in ("observation", "prediction"))
+
+    def _turn_result(
+        self, asked: ActionTurn, played: PlayedTurn, before: State, after: State, shown: Callable[[], Observation]
+    ) -> StepResult:
+        """Count the turn and decide whether the episode is over; ``shown`` makes the next observation."""
+        self._turn += 1
+        truncated = not played.ended and (played.cut or self._turn >= self.max_turns)
+        self._over = played.ended or truncated
+        described = description_scores(asked, before, after, self.weights)
+        reward = turn_reward(self.weights, format=asked.well_formed and asked.valid, **played.earned, **described)
+        info = {"valid": asked.valid, "format": asked.well_formed, **played.info, **described, "success": played.success}
+        success = played.success if self._over else None
+        return StepResult(None if self._over else shown(), reward, self._over, truncated, success, info)
+
+
+class ActionEnvironment(TurnEnvironment):
+    """What environments with named actions have in common. A subclass implements the private methods at the end."""
+
     demonstration_noise = 0.0
 
     def __init__(
@@ -210,28 +268,14 @@ class ActionEnvironment:
         views: Sequence[str],
         rewards: Mapping[str, float],
         *,
-        max_turns: int = 10,
         max_actions_per_turn: int = 1,
-        view: str = "picture",
-        prompt: Literal["short", "full"] = "short",
-        response_format: str = "",
-        format_reward: float = 0.5,
-        state_reward: float = 0.0,
-        grammar: Literal["own", "vagen"] = "own",
         bare: bool = False,
-        answer_tag: str = "answer",
         separator: str = ",",
+        **options: Any,
     ) -> None:
-        one_of(name, "view", view, views)
-        one_of(name, "prompt", prompt, ["short", "full"])
-        within(name, "max_turns", max_turns, 1, 10**6)
+        super().__init__(name, store, views, rewards, **options)
         within(name, "max_actions_per_turn", max_actions_per_turn, 1, 10**6)
-        self.name, self.store, self.max_turns, self.view, self.full = name, store, max_turns, view, prompt == "full"
-        form = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), answer_tag, grammar)
-        self.grammar = ActionGrammar(actions, max_actions_per_turn, form, bare, separator)
-        self.weights = {**rewards, "format": format_reward, **description_weights(name, form, state_reward)}
-        self._seed = self._turn = 0
-        self._over = True
+        self.grammar = ActionGrammar(actions, max_actions_per_turn, self.format, bare, separator)
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         """Begin the episode of a seed."""
@@ -246,16 +290,9 @@ class ActionEnvironment:
         asked = self._read(response)
         before = self._state()
         played = self._play(asked.actions)
-        self._turn += 1
-        truncated = not played.ended and (played.cut or self._turn >= self.max_turns)
-        self._over = played.ended or truncated
         taken = self.grammar.spell(asked.actions[: played.taken])
-        described = description_scores(asked, before, self._state(), self.weights)
-        reward = turn_reward(self.weights, format=asked.well_formed and asked.valid, **played.earned, **described)
-        info = {"valid": asked.valid, "format": asked.well_formed, "actions": taken}
-        info |= {**played.info, **described, "success": played.success}
-        shown = None if self._over else self._shown(self._above(taken))
-        return StepResult(shown, reward, self._over, truncated, played.success if self._over else None, info)
+        played = replace(played, info={"actions": taken, **played.info})
+        return self._turn_result(asked, played, before, self._state(), lambda: self._shown(self._above(taken)))
 
     def demonstrate(self) -> str:
         """The next actions of a good way; by ``demonstration_noise`` one at random, keyed by seed and turn."""
@@ -265,13 +302,6 @@ class ActionEnvironment:
         if chance.random() < self.demonstration_noise:
             actions = (chance.randrange(len(self.grammar.names)),)
         return self.grammar.write(actions, **self._thought(actions))
-
-    def close(self) -> None:
-        """Release what the environment holds."""
-
-    def _refuse_over(self) -> None:
-        if self._over:
-            raise EnvironmentFailure(f"{self.name}: the episode is over (or has not begun); reset it first.")
 
     def _above(self, taken: str | None = None) -> str:
         """The words above an observation, by the actions that were taken (None: the first observation).

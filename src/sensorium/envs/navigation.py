@@ -393,7 +393,7 @@ class NavigationPlay(ActionEnvironment):
 
     def _rules(self) -> str:
         states = ""
-        if any(self.weights.get(part) for part in ("observation", "prediction")):
+        if self._rewards_descriptions:
             states = (
                 "\nSay where the target is by its distance in metres and its direction on the clock, 12 being straight "
                 "ahead and 3 to the right, as in: target at (3, 12)."

@@ -10,23 +10,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.actions import (
-    ActionTurn,
-    State,
-    description_scores,
-    description_weights,
-    observation_of,
-    turn_reward,
-)
+from sensorium.envs.actions import ActionTurn, PlayedTurn, State, TurnEnvironment, TurnOptions, observation_of
 from sensorium.envs.adapters.content import picture
-from sensorium.envs.protocol import Observation, StepResult, one_of, within
-from sensorium.envs.responses import ResponseFormat
+from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.vocabulary.content import Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 from sensorium.vocabulary.plain import words
@@ -145,12 +137,12 @@ def vector(batch: Any) -> Vector:
     return np.asarray(held, np.float64).reshape(-1, 3)[0]
 
 
-class PrimitiveSkills:
+class PrimitiveSkills(TurnEnvironment):
     """A task of ManiSkill (``id``), played by skills: up to ``max_actions_per_turn`` a response, ``max_steps`` in all.
 
     Gives ``stage_reward`` for each stage that is newly reached (``stage_N_success`` of the task's info, as VAGEN's tasks
-    have it), ``success_reward``, ``format_reward``, and ``state_reward`` for descriptions of where things are: by cells of
-    50 mm, counted from the corner of ``workspace`` (least x and least y).
+    have it) and ``success_reward``. A description of the state has places by cells of 50 mm, counted from the corner of
+    ``workspace`` (least x and least y).
     """
 
     instant = False
@@ -165,37 +157,26 @@ class PrimitiveSkills:
         render_backend: str = "gpu",
         instruction: str = "",
         workspace: Sequence[int] = (-300, 300, -300, 300, 0, 400),
-        max_turns: int = 10,
         max_steps: int = 10,
         max_actions_per_turn: int = 2,
-        view: Literal["picture", "text"] = "picture",
-        prompt: Literal["short", "full"] = "full",
-        response_format: str = "",
         success_reward: float = 10.0,
         stage_reward: float = 2.0,
-        format_reward: float = 0.5,
-        state_reward: float = 0.0,
-        grammar: Literal["own", "vagen"] = "own",
+        **play: Unpack[TurnOptions],
     ) -> None:
-        one_of(NAME, "view", view, ["picture", "text"])
-        one_of(NAME, "prompt", prompt, ["short", "full"])
-        within(NAME, "max_turns", max_turns, 1, 10**6)
         within(NAME, "max_steps", max_steps, 1, 10**6)
         within(NAME, "max_actions_per_turn", max_actions_per_turn, 1, 10**6)
         if len(workspace) != 6 or not all(low < high for low, high in zip(workspace[::2], workspace[1::2], strict=True)):
             raise RecipeError(f"{NAME}: workspace is least and largest x, y and z in millimetres, not {list(workspace)}.")
-        self.store, self.id, self.view, self.full = store, id, view, prompt == "full"
-        self.max_turns, self.max_steps, self.most = max_turns, max_steps, max_actions_per_turn
+        options: dict[str, Any] = {"prompt": "full", **play}
+        rewards = {"success": success_reward, "stage": stage_reward}
+        super().__init__(NAME, store, ["picture", "text"], rewards, **options)
+        self.id, self.max_steps, self.most = id, max_steps, max_actions_per_turn
         self.instruction = instruction or INSTRUCTIONS.get(id, "")
         self._workspace = tuple(workspace)
-        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), grammar=grammar)
-        described = description_weights(NAME, self.format, state_reward)
-        self.weights = {"success": success_reward, "stage": stage_reward, "format": format_reward, **described}
         self._making = (id, tuple(modules), dict(make or {}), render_backend)
         self._environment: Any = None
         self._arm: Arm | None = None
-        self._seed = self._turn = self._steps = self._stage = 0
-        self._over = True
+        self._steps = self._stage = 0
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
@@ -215,8 +196,8 @@ class PrimitiveSkills:
 
     def step(self, response: str) -> StepResult:
         """Carry out the skills that the answer names."""
-        if self._over or self._arm is None:
-            raise EnvironmentFailure(f"{NAME}: it is over (or has not begun); reset it first.")
+        self._refuse_over()
+        assert self._arm is not None
         parsed = self.format.parse(response)
         skills, unknown = skills_in(parsed.answer or "", self.most), False
         if self.format.grammar == "vagen":
@@ -227,25 +208,15 @@ class PrimitiveSkills:
             made, self._steps = made + 1, self._steps + 1
             if self._success() or self._arm.truncated:
                 break
-        self._turn += 1
         success = self._success()
-        out = self._turn >= self.max_turns or self._steps >= self.max_steps or self._arm.truncated
-        self._over = success or out
         reached, self._stage = max(0, self._stages() - self._stage), max(self._stage, self._stages())
-        turn = ActionTurn((0,) if skills else (), parsed.sections, parsed.well_formed, unknown)
-        described = description_scores(turn, before, self._state(), self.weights)
-        good = parsed.well_formed and turn.valid
         taken = " | ".join(map(str, skills[:made]))
         done = f"You did: {taken}." if taken else "That was no valid answer; nothing was done."
-        info = {"valid": turn.valid, "format": parsed.well_formed, "actions": taken, "worked": worked, "stage": self._stage}
-        return StepResult(
-            None if self._over else self._shown(done),
-            turn_reward(self.weights, success=success, stage=reached, format=good, **described),
-            done=self._over,
-            truncated=not success and self._over,
-            success=success if self._over else None,
-            info={**info, **described, "success": success},
-        )
+        info = {"actions": taken, "worked": worked, "stage": self._stage}
+        cut = self._steps >= self.max_steps or self._arm.truncated
+        played = PlayedTurn(made, success, success, {"success": success, "stage": reached}, info, cut)
+        asked = ActionTurn((0,) if skills else (), parsed.sections, parsed.well_formed, unknown)
+        return self._turn_result(asked, played, before, self._state(), lambda: self._shown(done))
 
     def demonstrate(self) -> str:
         """There is none."""
@@ -316,7 +287,7 @@ class PrimitiveSkills:
         low_x, high_x, low_y, high_y, low_z, high_z = self._workspace
         room = f"x lies between {low_x} and {high_x}, y between {low_y} and {high_y}, z between {low_z} and {high_z}."
         states = ""
-        if any(self.weights.get(part) for part in ("observation", "prediction")):
+        if self._rewards_descriptions:
             things = list(self._positions())
             states = (
                 f"\nSay where things are ({', '.join(things)}) by cells of {CELL_MM} mm, counted from x {low_x} and "

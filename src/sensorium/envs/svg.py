@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Unpack
 from xml.parsers import expat
 
 import numpy as np
@@ -22,15 +22,14 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import decode_picture, encode_png
 from sensorium.envs.actions import (
     ActionTurn,
+    PlayedTurn,
     State,
+    TurnEnvironment,
+    TurnOptions,
     describe,
-    description_scores,
-    description_weights,
     observation_of,
-    turn_reward,
 )
-from sensorium.envs.protocol import Observation, StepResult, one_of, within
-from sensorium.envs.responses import ResponseFormat
+from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.svg_renderer import Pixels, SvgRefused, centred, checked, draw, refuse_missing, svg_in
 from sensorium.recipe.names import build
 from sensorium.vocabulary.content import Media, Message, system
@@ -80,7 +79,8 @@ def _edges(picture: Pixels) -> NDArray[np.bool_]:
 
 def _widened(edges: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Edges and the pixels beside them."""
-    return np.lib.stride_tricks.sliding_window_view(np.pad(edges, 1), (3, 3)).any(axis=(2, 3))
+    wide: NDArray[np.bool_] = np.lib.stride_tricks.sliding_window_view(np.pad(edges, 1), (3, 3)).max(axis=(2, 3))
+    return wide
 
 
 @lru_cache(maxsize=4096)
@@ -161,14 +161,14 @@ def _numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"[-+]?(?:\d{1,9}\.?\d{0,9}|\.\d{1,9})", text[:10_000])]
 
 
-class SvgDrawing:
+class SvgDrawing(TurnEnvironment):
     """One picture, drawn in up to ``max_turns`` attempts; after each the drawing is shown. An answer without SVG ends it.
 
     From seeds, pictures are 1 to ``shapes`` flat shapes on a grid. A row brings its own: its picture, or SVG code as its
     answer. Each attempt gets ``format_reward`` for code that is drawn, in the form asked for, and the similarity of the
     drawing, times a weight: ``pixel``, ``structural`` (edges), and with folders of vision models ``dino`` and
-    ``dreamsim``. ``state_reward`` is for descriptions of where shapes are. ``dataset`` (a hub id or a folder) has pictures
-    as SVG code in ``dataset_column``; a seed chooses the row that it chooses in VAGEN.
+    ``dreamsim``. ``dataset`` (a hub id or a folder) has pictures as SVG code in ``dataset_column``; a seed chooses the row
+    that it chooses in VAGEN.
     """
 
     instant = False
@@ -181,11 +181,6 @@ class SvgDrawing:
         grid: int = 3,
         shapes: int = 4,
         side: int = 224,
-        max_turns: int = 2,
-        view: Literal["picture", "blank"] = "picture",
-        prompt: Literal["short", "full"] = "short",
-        response_format: str = "",
-        format_reward: float = 0.5,
         pixel_weight: float = 1.0,
         structural_weight: float = 1.0,
         dino_weight: float = 0.0,
@@ -193,37 +188,36 @@ class SvgDrawing:
         dino_path: str = "",
         dreamsim_path: str = "",
         device: str = "cpu",
-        state_reward: float = 0.0,
         success_above: float = 0.9,
         dataset: str = "",
         dataset_split: str = "train",
         dataset_column: str = "Svg",
-        grammar: Literal["own", "vagen"] = "own",
+        **play: Unpack[TurnOptions],
     ) -> None:
         refuse_missing()
-        one_of(NAME, "view", view, ["picture", "blank"])
-        one_of(NAME, "prompt", prompt, ["short", "full"])
         within(NAME, "grid", grid, 1, 8)
         within(NAME, "shapes", shapes, 1, grid * grid)
         within(NAME, "side", side, 16, 1024)
-        within(NAME, "max_turns", max_turns, 1, 10**6)
         within(NAME, "success_above", success_above, 0.0, 1.0)
-        for term, weight, path in (("dino", dino_weight, dino_path), ("dreamsim", dreamsim_weight, dreamsim_path)):
-            if weight and not path:
-                raise RecipeError(
-                    f"svg: {term}_weight is {weight:g} without a model: set {term}_path, the folder of a vision model."
-                )
-        self.store, self.side, self.max_turns, self.view, self.device = store, side, max_turns, view, device
-        self.full, self.success_above, self._kind, self._task = prompt == "full", success_above, (grid, shapes), task
-        self.format = ResponseFormat(response_format or ("free_think" if self.full else "no_think"), grammar=grammar)
         self._paths = {"dino": dino_path, "dreamsim": dreamsim_path}
         weights = {"pixel": pixel_weight, "structural": structural_weight, "dino": dino_weight, "dreamsim": dreamsim_weight}
         self._weights = {term: weight for term, weight in weights.items() if weight}
-        described = description_weights(NAME, self.format, state_reward)
-        self.weights = {"format": format_reward, **self._weights, **described}
-        self._describes = bool(state_reward and described)
+        for term, weight in self._weights.items():
+            if not self._paths.get(term, "none needed"):
+                raise RecipeError(
+                    f"svg: {term}_weight is {weight:g} without a model: set {term}_path, the folder of a vision model."
+                )
+        options: dict[str, Any] = {"max_turns": 2, **play}
+        super().__init__(NAME, store, ["picture", "blank"], {"format": 0.0, **self._weights}, **options)
+        self.side, self.device, self.success_above, self._kind, self._task = (
+            side,
+            device,
+            success_above,
+            (grid, shapes),
+            task,
+        )
         self._target: Pixels | None = None
-        self._code, self._seed, self._turn, self._over = "", 0, 0, True
+        self._code = ""
         self._data = (dataset, dataset_split, dataset_column) if dataset else None
         if self._data:
             row_code(*self._data, 0)
@@ -239,64 +233,43 @@ class SvgDrawing:
         """A new picture."""
         self._seed, self._turn = seed, 0
         self._code, self._target = self._chosen(seed)
-        if self._describes and not self._code:
+        if self._rewards_descriptions and not self._code:
             raise EnvironmentFailure("svg: state_reward needs the SVG code of the picture, and the row has none as answer.")
         self._over = False
         return (system(self._rules()),), self._shown(self._target, self._form() if self.full else "")
 
     def step(self, response: str) -> StepResult:
         """Draw the code of the answer and compare."""
-        target = self._open()
+        self._refuse_over()
         parsed = self.format.parse(response)
         code = svg_in(response if parsed.answer is None else parsed.answer)
-        drawn, problem = None, "" if code is not None else "There is no SVG code in the answer."
+        drawn, problem = None, "There is no SVG code in the answer."
         if code is not None:
             try:
-                drawn = draw(code, self.side)
+                drawn, problem = draw(code, self.side), ""
             except SvgRefused as refused:
                 problem = f"The SVG code is refused: {refused}."
-        scores = self._scores(target, drawn) if drawn is not None else {}
-        self._turn += 1
-        self._over = drawn is None or self._turn >= self.max_turns
+        scores = self._scores(drawn) if drawn is not None else {}
         worth = sum(self._weights.values())
         similarity = sum(self._weights[term] * score for term, score in scores.items()) / worth if worth else 0.0
-        good = parsed.well_formed and drawn is not None
-        grid = self._kind[0]
-        turn = ActionTurn((0,) if good else (), parsed.sections, good)
-        described = description_scores(turn, state_of(self._code, grid), state_of(code or "", grid), self.weights)
-        success = bool(self._over and scores and similarity >= self.success_above)
-        revise = f"Your drawing. {'Revise it.' if not self.full else 'Revise your code. ' + self._form()}"
-        info = {
-            "valid": drawn is not None,
-            "format": parsed.well_formed,
-            "told": problem,
-            "similarity": round(similarity, 6),
-        }
+        ended = drawn is None or self._turn + 1 >= self.max_turns
+        success = bool(ended and scores and similarity >= self.success_above)
+        info: dict[str, Any] = {"told": problem, "similarity": round(similarity, 6)}
         info |= {term: round(score, 6) for term, score in scores.items()}
-        return StepResult(
-            None if self._over or drawn is None else self._shown(drawn, revise),
-            turn_reward(self.weights, format=good, **scores, **described),
-            done=self._over,
-            success=success if self._over else None,
-            info={**info, **described, "success": success},
-        )
+        revise = f"Your drawing. {'Revise it.' if not self.full else 'Revise your code. ' + self._form()}"
+        before, after = (state_of(text, self._kind[0]) for text in (self._code, code or ""))
+        asked = ActionTurn((0,) if drawn is not None else (), parsed.sections, parsed.well_formed)
+        played = PlayedTurn(1, ended, success, scores, info)
+        return self._turn_result(asked, played, before, after, lambda: self._shown(drawn, revise))
 
     def demonstrate(self) -> str:
         """The code of the picture."""
-        self._open()
+        self._refuse_over()
         if not self._code:
             raise EnvironmentFailure("svg: there is no SVG code of this picture to demonstrate.")
         state = describe(state_of(self._code, self._kind[0]))
         reason = "I draw each shape in its place."
         return self.format.write(self._code, think=reason, reasoning=reason, observation=state, prediction=state)
-
-    def close(self) -> None:
-        """Nothing to do: the processes that draw are shared."""
-
-    def _open(self) -> Pixels:
-        if self._over or self._target is None:
-            raise EnvironmentFailure("svg: it is over (or has not begun); reset it first.")
-        return self._target
 
     def _chosen(self, seed: int) -> tuple[str, Pixels]:
         """The code (empty if unknown) and the pixels of the picture to draw: the row's, or the seed's."""
@@ -322,20 +295,22 @@ class SvgDrawing:
         picture.thumbnail((self.side, self.side))
         return centred(picture, self.side)
 
-    def _scores(self, target: Pixels, drawn: Pixels) -> dict[str, float]:
+    def _scores(self, drawn: Pixels) -> dict[str, float]:
+        assert self._target is not None
         compared = {"pixel": pixel_similarity, "structural": structural_similarity}
-        scores = {term: compared[term](target, drawn) for term in self._weights if term in compared}
-        for term in set(self._weights) - set(compared):
-            model = build("similarity", term, {"path": self._paths[term], "device": self.device}, NAME)
-            scores[term] = model.score(target, drawn)
+        scores = {term: compared[term](self._target, drawn) for term in self._weights if term in compared}
+        for term in self._weights:
+            if term not in compared:
+                model = build("similarity", term, {"path": self._paths[term], "device": self.device}, NAME)
+                scores[term] = model.score(self._target, drawn)
         return scores
 
-    def _shown(self, pixels: Pixels, words: str) -> Observation:
+    def _shown(self, pixels: Pixels | None, words: str) -> Observation:
+        assert pixels is not None
         if self.view == "blank":
             pixels = pixels * 0 + 255
-        return observation_of(
-            words, self.store.put(encode_png(pixels), "picture", f"svg seed {self._seed} turn {self._turn}")
-        )
+        origin = f"svg seed {self._seed} turn {self._turn}"
+        return observation_of(words, self.store.put(encode_png(pixels), "picture", origin))
 
     def _form(self) -> str:
         return f"Answer in this form:\n{self.format.shown('SVG code')}"
@@ -345,7 +320,7 @@ class SvgDrawing:
             return "Draw this as SVG."
         grid = self._kind[0]
         states = ""
-        if self._describes:
+        if self._rewards_descriptions:
             states = (
                 f"\nSay where shapes are (circle, rect, ellipse, polygon) by row and column of a grid of {grid} by {grid} "
                 "over the picture, counted from 0 at the top left, as in: circle at (0, 1)."
