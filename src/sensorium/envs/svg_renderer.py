@@ -250,9 +250,7 @@ def _drawn(code: str, side: int) -> Pixels:
     if failed:
         raise SvgRefused(f"it could not be drawn ({reply.decode('utf-8', 'replace')[:200]})")
     picture = Image.open(BytesIO(reply), formats=["PNG"]).convert("RGB")
-    canvas = Image.new("RGB", (side, side), "white")
-    canvas.paste(picture.crop((0, 0, side, side)), ((side - picture.width) // 2, (side - picture.height) // 2))
-    pixels = np.asarray(canvas)
+    pixels = centred(picture, side)
     pixels.flags.writeable = False
     return pixels
 

@@ -176,3 +176,10 @@ def test_short_prompts_are_short() -> None:
     head, first = made(side=32).reset(0)
     assert head[0].content == (Text("Draw this as SVG."),)
     assert len(first.messages[0].content) == 1
+
+
+def test_a_drawing_of_another_shape_is_centred_on_white() -> None:
+    for size in ("20 10", "10 20"):
+        pixels = draw(f'<svg viewBox="0 0 {size}"><rect width="20" height="20" fill="red"/></svg>', 8)
+        line = (pixels if size == "20 10" else pixels.transpose(1, 0, 2))[:, 4].tolist()
+        assert line == [[255, 255, 255]] * 2 + [[255, 0, 0]] * 4 + [[255, 255, 255]] * 2
