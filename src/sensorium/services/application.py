@@ -256,23 +256,23 @@ class Counters:
         self.prefix = prefix
         self._helps: dict[str, str] = {}
         self._sums: dict[str, float] = {}
-        self._measured: dict[str, Callable[[], float]] = {}
+        self._gauges: dict[str, Callable[[], float]] = {}
 
     def declare(self, **helps: str) -> None:
         """Add counters that start at 0, with what they count."""
-        for name, text in helps.items():
-            self._helps[name], self._sums[name] = text, 0
+        self._helps |= helps
+        self._sums |= dict.fromkeys(helps, 0.0)
 
     def measure(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge."""
-        self._helps[name], self._measured[name] = text, read
+        self._helps[name], self._gauges[name] = text, read
 
     def add(self, name: str, amount: float = 1) -> None:
         """Count."""
         self._sums[name] += amount
 
     def __getitem__(self, name: str) -> float:
-        return self._sums[name] if name in self._sums else self._measured[name]()
+        return self._sums[name] if name in self._sums else self._gauges[name]()
 
     def page(self) -> PlainTextResponse:
         """All of them in Prometheus' text format."""

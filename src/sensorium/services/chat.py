@@ -109,13 +109,10 @@ def conversation(request: ChatRequest, store: MediaStore, roots: tuple[Path, ...
     """The messages of a request; its media go to the store. Files are read only where they lie in one of ``roots``."""
     if request.messages[-1].role == "assistant":
         raise Refusal(400, "the last message is the assistant's, so there is nothing to answer.")
-    raw = [
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": message.content if isinstance(message.content, str) else [_block(part) for part in message.content],
-        }
-        for message in request.messages
-    ]
+    raw = []
+    for message in request.messages:
+        content = message.content if isinstance(message.content, str) else [_block(part) for part in message.content]
+        raw.append({"role": "system" if message.role == "developer" else message.role, "content": content})
     try:
         return messages_of(raw, Place("messages", Path("/"), store, roots=roots, service=True))
     except SensoriumError as error:
@@ -137,9 +134,8 @@ def _block(part: Part) -> dict[str, Any]:
         if not isinstance(url, str) or not url:
             raise Refusal(400, f"{part.type} holds {{url: …}}.")
         if not url.startswith(("data:", FILE)):
-            raise Refusal(
-                400, f"'{url:.80}' is not fetched: send the medium as a data URL, or as {FILE} in a folder that is served."
-            )
+            ways = f"send the medium as a data URL, or as {FILE} in a folder that is served"
+            raise Refusal(400, f"'{url:.80}' is not fetched: {ways}.")
         return raw | {part.type: url.removeprefix(FILE)}
     return raw
 
@@ -228,13 +224,13 @@ class ReplyShape:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _details(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Json:
-        listed = [self._token(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+        listed = []
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            data = self.bytes_of(token)
+            text = data.decode("utf-8", "replace")
+            listed.append({"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []})
         found: Json = {"logprobs": {"content": listed, "refusal": None} if self.logprobs else None}
         return found | ({"token_ids": list(tokens)} if self.token_ids else {})
-
-    def _token(self, token: int, logprob: float) -> Json:
-        data = self.bytes_of(token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data), "top_logprobs": []}
 
 
 def usage(prompt: Sequence[int], choices: Sequence[Choice]) -> Json:
