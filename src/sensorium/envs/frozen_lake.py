@@ -152,7 +152,7 @@ class FrozenLake(ActionEnvironment):
             "You walk over a frozen lake. Reach the goal without falling into a hole. "
             f"{legend}{slip}{self._state_instruction()}"
         )
-        reason = "The goal is below me and the ice is safe."  # of an example, which tells nothing of the lake at hand
+        reason = "The goal is below me and the ice is safe."  # of an example: it must not reveal the actual lake
         before, after = "player at (0, 0); goal at (3, 3)", "player at (1, 0); goal at (3, 3)"
         thought = {"think": reason, "observation": before, "reasoning": reason, "prediction": after}
         return self._system_prompt("Walk to the goal.", explained, (1,), **thought)

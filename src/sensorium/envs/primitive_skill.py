@@ -90,7 +90,7 @@ def first_skills(answer: str, most: int) -> tuple[tuple[Skill, ...], bool]:
 
 
 class Arm:
-    """The arm of a ManiSkill environment (unbatched, as CPUGymWrapper gives it). ``info`` is what its last step said."""
+    """The arm of a ManiSkill environment (unbatched, as CPUGymWrapper gives it). ``info`` is of its last step."""
 
     def __init__(self, environment: Any, info: Any) -> None:
         self._environment, self.info = environment, info

@@ -31,7 +31,7 @@ def main(memory_mib: int) -> None:
                 svg_string=code, width=side, height=side, background="white", skip_system_fonts=True
             )
             failed, reply = 0, bytes(drawn)
-        except Exception as error:  # the renderer raises what it likes; it is told to who asked
+        except Exception as error:  # whatever the renderer raises is the reply
             failed, reply = 1, str(error).encode("utf-8", "replace")[:1000]
         replies.write(struct.pack(">BI", failed, len(reply)) + reply)
 

@@ -15,21 +15,19 @@ from sensorium.recipe.names import build, resolve
 from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.plain import words
 
-MIB = 1024 * 1024
-
 
 def main(memory_mib: int) -> None:
     """Answer until standard input closes."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mib * MIB, memory_mib * MIB))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     host = _Host()
     while len(head := sys.stdin.buffer.read(8)) == 8:
         (length,) = struct.unpack(">Q", head)
         operation, _ = unpack(sys.stdin.buffer.read(length))
         try:
-            body: Json = {"value": host.perform(operation)}
+            body: Json = {"value": getattr(host, operation.pop("op"))(**operation)}
             reply = pack(body, bytes_of(body, host.store))
         except (Exception, SystemExit) as error:  # whatever the environment raises is the reply
             why = str(error) if isinstance(error, SensoriumError) else words(error)
@@ -40,31 +38,32 @@ def main(memory_mib: int) -> None:
 
 
 class _Host:
-    """One environment at a time."""
+    """One environment at a time; each method is an operation."""
 
     def __init__(self) -> None:
         self.environment: Any = None
         self.store = MediaStore()
 
-    def perform(self, operation: Json) -> Any:
-        kind = operation["op"]
-        if kind == "build":
-            self.store = MediaStore()
-            where = f"environment '{operation['environment']}'"
-            self.environment = build("environment", operation["environment"], operation["options"], where, store=self.store)
-            return None
-        if kind == "content_key":
-            kind_of_environment = resolve("environment", operation["environment"])
-            return str(kind_of_environment.content_key(operation["seed"], operation["options"]))
-        if kind == "reset":
-            return reset_to_json(*self.environment.reset(operation["seed"]))
-        if kind == "step":
-            return step_to_json(self.environment.step(operation["response"]))
-        if kind == "demonstrate":
-            return self.environment.demonstrate()
-        assert kind == "close", kind
+    def build(self, environment: str, options: Json) -> None:
+        self.store = MediaStore()
+        self.environment = build("environment", environment, options, f"environment '{environment}'", store=self.store)
+
+    def content_key(self, environment: str, options: Json, seed: int) -> str:
+        return str(resolve("environment", environment).content_key(seed, options))
+
+    def reset(self, seed: int) -> Json:
+        return reset_to_json(*self.environment.reset(seed))
+
+    def step(self, response: str) -> Json:
+        return step_to_json(self.environment.step(response))
+
+    def demonstrate(self) -> Any:
+        return self.environment.demonstrate()
+
+    def close(self) -> None:
         environment, self.environment = self.environment, None
-        return environment.close() if environment is not None else None
+        if environment is not None:
+            environment.close()
 
 
 def framed(frame: bytes) -> bytes:
