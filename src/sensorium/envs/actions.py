@@ -256,7 +256,9 @@ class TurnEnvironment:
 
 
 class ActionEnvironment(TurnEnvironment):
-    """What environments with named actions have in common. A subclass implements the private methods at the end."""
+    """What environments with named actions have in common. A subclass implements the private methods at the end; without
+    ``_way`` it has no demonstrations.
+    """
 
     demonstration_noise = 0.0
 
@@ -351,7 +353,7 @@ class ActionEnvironment(TurnEnvironment):
         raise NotImplementedError
 
     def _way(self) -> tuple[int, ...]:
-        raise NotImplementedError
+        raise EnvironmentFailure(f"{self.name}: there is no demonstration; warm start from rows that have one.")
 
     def _thought(self, actions: tuple[int, ...]) -> dict[str, str]:
         raise NotImplementedError

@@ -70,10 +70,6 @@ class ThorNavigation(NavigationPlay):
         listed = task_list(task_file(str(options["tasks"]), str(options.get("eval_set", "base"))))
         return json.dumps(listed[seed % len(listed)], sort_keys=True)
 
-    def demonstrate(self) -> str:
-        """There is none."""
-        raise EnvironmentFailure(f"{NAME}: there is no demonstration; warm start from rows that have one.")
-
     def close(self) -> None:
         """Stop the controller and its Unity program."""
         controller, self._controller = self._controller, None

@@ -75,10 +75,6 @@ class GymnasiumEnvironment(ActionEnvironment):
         finally:
             environment.close()
 
-    def demonstrate(self) -> str:
-        """There is none."""
-        raise EnvironmentFailure(f"{self.name}: there is no demonstration; warm start from rows that have one.")
-
     def close(self) -> None:
         """Close the environment."""
         self._environment.close()
