@@ -104,7 +104,7 @@ class ThorNavigation(NavigationPlay):
             event = self._controller.step(action=name, degrees=degrees)
         return bool(event.metadata["lastActionSuccess"])
 
-    def _target(self) -> tuple[float, float]:
+    def _target(self, actions: tuple[int, ...] = ()) -> tuple[float, float]:
         """Distance on the floor, and bearing: AI2-THOR counts rotation clockwise from +z."""
         agent, goal = self._controller.last_event.metadata["agent"], self._task["target_position"]
         x, z = goal["x"] - agent["position"]["x"], goal["z"] - agent["position"]["z"]

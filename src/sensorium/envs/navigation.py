@@ -372,15 +372,14 @@ class NavigationPlay(ActionEnvironment):
         info = {"distance": round(self._target()[0], 3), "worked": self._worked}
         return PlayedTurn(made, near, near, {"success": near}, info, cut=self._steps >= self.max_steps)
 
-    def _state(self) -> State:
-        return _clock_state(*self._target())
+    def _state(self, actions: tuple[int, ...] = ()) -> State:
+        """The target's distance in whole metres and its bearing in hours of the clock."""
+        distance, bearing = self._target(actions)
+        return {"target": frozenset([(round(distance), round(bearing / 30) % 12 or 12)])}
 
     def _thought(self, actions: tuple[int, ...]) -> dict[str, str]:
         reason = f"The target is reached by {self.grammar.spell(actions)}."
-        states = {
-            "observation": describe(self._state()),
-            "prediction": describe(_clock_state(*self._target_after(actions))),
-        }
+        states = {"observation": describe(self._state()), "prediction": describe(self._state(actions))}
         return {"think": reason, "reasoning": reason, **states}
 
     def _shown(self, above: str) -> Observation:
@@ -417,21 +416,12 @@ class NavigationPlay(ActionEnvironment):
         """Take an action; returns whether it worked."""
         raise NotImplementedError
 
-    def _target(self) -> tuple[float, float]:
-        """Distance and bearing of the target."""
-        raise NotImplementedError
-
-    def _target_after(self, actions: tuple[int, ...]) -> tuple[float, float]:
-        """Distance and bearing of the target after some actions, which are not taken."""
+    def _target(self, actions: tuple[int, ...] = ()) -> tuple[float, float]:
+        """Distance and bearing of the target, as they would be after some actions."""
         raise NotImplementedError
 
     def _look(self) -> Pixels:
         raise NotImplementedError
-
-
-def _clock_state(distance: float, bearing: float) -> State:
-    """Distance and bearing as descriptions name them: whole metres, and hours of the clock."""
-    return {"target": frozenset([(round(distance), round(bearing / 30) % 12 or 12)])}
 
 
 class Navigation(NavigationPlay):
@@ -477,10 +467,7 @@ class Navigation(NavigationPlay):
         self._pose, worked = self._scene.after(self._pose, action, self.step_length)
         return worked
 
-    def _target(self) -> tuple[float, float]:
-        return self._scene.distance(self._pose), self._scene.bearing(self._pose)
-
-    def _target_after(self, actions: tuple[int, ...]) -> tuple[float, float]:
+    def _target(self, actions: tuple[int, ...] = ()) -> tuple[float, float]:
         pose = self._pose
         for action in actions:
             pose, _ = self._scene.after(pose, action, self.step_length)
