@@ -2,10 +2,12 @@
 
 For environments that crash, hang in C code or use too much memory: a thread cannot be stopped, a process can. A call that
 overruns its deadline kills the process and fails the episode; so do a crash and too much memory. A process whose episode
-ended normally is used again by the next one with the same limit.
+ended normally is used again by the next one with the same limit. The process runs this module: it reads a frame after its
+length from standard input, and writes a reply frame to standard output; what environments print goes to standard error.
 """
 
 import os
+import resource
 import struct
 import sys
 import threading
@@ -16,11 +18,22 @@ from typing import Any
 from sensorium.cluster.python_process import PipedProcess, ProcessLost
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult, within
-from sensorium.envs.remote.child import framed
-from sensorium.envs.remote.wire import Json, WireError, keep, pack, reset_from_json, step_from_json, unpack
-from sensorium.recipe.names import resolve
+from sensorium.envs.remote.wire import (
+    Json,
+    WireError,
+    bytes_of,
+    keep,
+    pack,
+    reset_from_json,
+    reset_to_json,
+    step_from_json,
+    step_to_json,
+    unpack,
+)
+from sensorium.recipe.names import build, resolve
 from sensorium.vocabulary.content import Message
-from sensorium.vocabulary.errors import EnvironmentFailure
+from sensorium.vocabulary.errors import EnvironmentFailure, SensoriumError
+from sensorium.vocabulary.plain import words
 
 NAME = "isolated"
 START_S = 60.0
@@ -113,12 +126,12 @@ class IsolatedEnvironment:
 class _Child(PipedProcess):
     def __init__(self, memory_mib: int) -> None:
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
-        super().__init__([sys.executable, "-P", "-m", "sensorium.envs.remote.child", str(memory_mib)], variables)
+        super().__init__([sys.executable, "-P", "-m", "sensorium.envs.remote.isolated", str(memory_mib)], variables)
 
     def ask(self, operation: Json, deadline_s: float) -> tuple[Json, dict[str, bytes]]:
         """Send an operation and wait for its reply."""
         until = time.monotonic() + deadline_s
-        self.write(framed(pack(operation, {})))
+        self.write(_framed(pack(operation, {})))
         try:
             (length,) = struct.unpack(">Q", self.read(8, until))
             return unpack(self.read(length, until))
@@ -134,3 +147,61 @@ def _taken(memory_mib: int) -> _Child:
             if child.alive:
                 return child
     return _Child(memory_mib)
+
+
+def _framed(frame: bytes) -> bytes:
+    return struct.pack(">Q", len(frame)) + frame
+
+
+def main(memory_mib: int) -> None:
+    """Answer until standard input closes."""
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    host = _Host()
+    while len(head := sys.stdin.buffer.read(8)) == 8:
+        (length,) = struct.unpack(">Q", head)
+        operation, _ = unpack(sys.stdin.buffer.read(length))
+        try:
+            body: Json = {"value": getattr(host, operation.pop("op"))(**operation)}
+            reply = pack(body, bytes_of(body, host.store))
+        except (Exception, SystemExit) as error:  # whatever the environment raises is the reply
+            why = str(error) if isinstance(error, SensoriumError) else words(error)
+            reply = pack({"error": why.encode("utf-8", "replace").decode()}, {})
+        rest = memoryview(_framed(reply))
+        while rest:
+            rest = rest[replies.write(rest) :]
+
+
+class _Host:
+    """One environment at a time; each method is an operation."""
+
+    def __init__(self) -> None:
+        self.environment: Any = None
+        self.store = MediaStore()
+
+    def build(self, environment: str, options: Json) -> None:
+        self.store = MediaStore()
+        self.environment = build("environment", environment, options, f"environment '{environment}'", store=self.store)
+
+    def content_key(self, environment: str, options: Json, seed: int) -> str:
+        return str(resolve("environment", environment).content_key(seed, options))
+
+    def reset(self, seed: int) -> Json:
+        return reset_to_json(*self.environment.reset(seed))
+
+    def step(self, response: str) -> Json:
+        return step_to_json(self.environment.step(response))
+
+    def demonstrate(self) -> Any:
+        return self.environment.demonstrate()
+
+    def close(self) -> None:
+        environment, self.environment = self.environment, None
+        if environment is not None:
+            environment.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
