@@ -212,7 +212,7 @@ class PrimitiveSkills(TurnEnvironment):
         reached, self._stage = max(0, self._stages() - self._stage), max(self._stage, self._stages())
         taken = " | ".join(map(str, skills[:made]))
         done = f"You did: {taken}." if taken else "That was no valid answer; nothing was done."
-        info = {"actions": taken, "worked": worked, "stage": self._stage}
+        info: dict[str, Any] = {"actions": taken, "worked": worked, "stage": self._stage}
         cut = self._steps >= self.max_steps or self._arm.truncated
         played = PlayedTurn(made, success, success, {"success": success, "stage": reached}, info, cut)
         asked = ActionTurn((0,) if skills else (), parsed.sections, parsed.well_formed, unknown)
