@@ -88,12 +88,14 @@ def gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor, again: bool = Fal
 
 def gated_pair(both: Tensor) -> Tensor:
     """silu(gate) · up of [N, 2 · F]."""
-    return gated(*both.chunk(2, -1))
+    gate, up = both.chunk(2, -1)
+    return gated(gate, up)
 
 
 def gate_pair_gradients(both: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of ``both`` where that of the inner values is given, its sum over rows, and the inner values again."""
-    gate_gradient, up_gradient, inner = gate_gradients(*both.chunk(2, -1), given, again=True)
+    gate, up = both.chunk(2, -1)
+    gate_gradient, up_gradient, inner = gate_gradients(gate, up, given, again=True)
     gradient = torch.cat((gate_gradient, up_gradient), -1)
     return gradient, column_sums(gradient), inner
 
