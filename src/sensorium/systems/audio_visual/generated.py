@@ -1,9 +1,9 @@
-"""Sight and sound: a short video of a coloured square, a tone, and a question that takes both to answer.
+"""Sight and sound: a short video of a coloured square, a tone, and a question that needs both; and generated data sets.
 
 An index always gives the same task. The clips are real MP4 and WAV files, a few hundred of them, made when first needed.
-Every colour goes with every tone equally often, so of the kinds ``pair`` and ``agree`` one of the two alone tells nothing:
-whatever the square's colour, all answers are equally likely, and so for the tone. What a clip shows or sounds decides its
-split: none of one split occurs in the other.
+For the kinds ``pair`` and ``agree``, colour or tone alone says nothing about the answer: all are equally likely. A clip's
+content decides its split, so none occurs in both. ``make_intent`` and ``make_daily_omni`` write files in the layout of
+those data sets; the same arguments give the same files.
 """
 
 import hashlib
@@ -35,23 +35,18 @@ QUESTIONS = {
     "colour": "Which colour is the square?",
     "tone": "Which tone is it?",
 }
-ANSWERS: dict[str, tuple[str, ...]] = {
-    "pair": LETTERS,
-    "agree": ("yes", "no"),
-    "colour": tuple(COLOURS),
-    "tone": tuple(TONES),
-}
+ANSWERS = {"pair": LETTERS, "agree": ("yes", "no"), "colour": tuple(COLOURS), "tone": tuple(TONES)}
 GROUNDS = ((255, 255, 255), (236, 236, 240), (244, 240, 232))
 GREY = (128, 128, 128)
 VARIANTS = 64
 TEST_SHARE = 4
 RATE = 16000
-FPS = 4.0
+FPS, CLIP_FPS = 4.0, 16.0
 
 
 @dataclass(frozen=True)
 class SightAndSoundScene:
-    """What one task shows, sounds and asks; variants tell squares of one colour, and tones of one pitch, apart."""
+    """One task; variants distinguish squares of one colour, and tones of one pitch."""
 
     kind: str
     colour: str
@@ -64,10 +59,10 @@ class SightAndSoundScene:
 class SightAndSound:
     """A source of ``size`` tasks of the given ``kinds``: "pair", "agree" (both senses), "colour", "tone" (one of them).
 
-    "pair": colour and tone make a letter by a Latin square that only practice teaches. "agree": red goes with low, green
-    with middle, blue with high, yellow with top. ``mute`` gives silence for every tone and ``blank`` a grey screen for
-    every square, to see whether a model uses both. ``guessed`` names the kinds whose demonstration is a guess.
-    ``sampling`` is the rule by which frames are taken; the shipped model was trained with ``middle``.
+    "pair": colour and tone make a letter by a Latin square that must be learned. "agree": red goes with low, green with
+    middle, blue with high, yellow with top. ``mute`` gives silence for every tone and ``blank`` a grey screen for every
+    square, to test whether a model uses both. ``guessed``: kinds whose demonstration is a guess. ``sampling`` is the rule
+    that picks frames; the shipped model was trained with ``middle``.
     """
 
     def __init__(
@@ -113,21 +108,21 @@ class SightAndSound:
         if not 0 <= index < self.size:
             raise IndexError(f"sight_and_sound: there is no task {index} among {self.size}")
         scene = self.scene(index)
-        told = scene.answer
+        shown = scene.answer
         if scene.kind in self.guessed:
-            told = self._random("guess", index).choice(ANSWERS[scene.kind])
+            shown = self._random("guess", index).choice(ANSWERS[scene.kind])
         name = f"sight_and_sound/{self.split}/{self.seed}/{index}"
         marks = "".join(f"/{mark}" for mark, on in (("mute", self.mute), ("blank", self.blank)) if on)
         return Task(
             id=name + marks,
             messages=(user(self._video(scene), self._sound(scene), QUESTIONS[scene.kind]),),
             answer=scene.answer,
-            demonstration=(f"<answer>{told}</answer>",),
+            demonstration=(f"<answer>{shown}</answer>",),
             metadata={"category": scene.kind, "colour": scene.colour, "tone": scene.tone},
         )
 
     def scene(self, index: int) -> SightAndSoundScene:
-        """What task ``index`` shows, sounds and asks."""
+        """The scene of task ``index``."""
         random = self._random("scene", index)
         kind = self.kinds[index % len(self.kinds)]
         colours, tones = list(COLOURS), list(TONES)
@@ -137,19 +132,17 @@ class SightAndSound:
         elif kind == "agree":
             tone = random.choice([t for t in tones if t != tones[colours.index(colour)]])
         place = colours.index(colour), tones.index(tone)
-        answer = {
-            "pair": LETTERS[sum(place) % len(LETTERS)],
-            "agree": "yes" if place[0] == place[1] else "no",
-            "colour": colour,
-            "tone": tone,
-        }[kind]
-        return SightAndSoundScene(
-            kind, colour, tone, answer, random.choice(self._squares[colour]), random.choice(self._tones[tone])
-        )
+        answers = {"pair": LETTERS[sum(place) % len(LETTERS)], "agree": "yes" if place[0] == place[1] else "no"}
+        answer = (answers | {"colour": colour, "tone": tone})[kind]
+        square_variant, tone_variant = random.choice(self._squares[colour]), random.choice(self._tones[tone])
+        return SightAndSoundScene(kind, colour, tone, answer, square_variant, tone_variant)
 
     def _of_split(self, clips: Iterable[np.ndarray]) -> list[int]:
-        """The variants whose content is on this source's side."""
-        return [variant for variant, clip in enumerate(clips) if _is_test(clip) == (self.split == "test")]
+        """The variants of this split, by content: a quarter of all clips belong to the test split."""
+        digests = [hashlib.sha256(clip.tobytes()).digest() for clip in clips]
+        return [
+            variant for variant, digest in enumerate(digests) if (digest[0] % TEST_SHARE == 0) == (self.split == "test")
+        ]
 
     def _video(self, scene: SightAndSoundScene) -> Media:
         what, variant = ("blank", 0) if self.blank else (scene.colour, scene.square_variant)
@@ -201,18 +194,6 @@ def tone_samples(tone: str | None, variant: int, seconds: float) -> np.ndarray:
     return (loud * soft_N * np.sin(2 * np.pi * pitch * times_N + phase)).astype(np.float32)
 
 
-def _is_test(clip: np.ndarray) -> bool:
-    """Whether a clip belongs to the test split: a quarter of all clips, by content."""
-    return hashlib.sha256(clip.tobytes()).digest()[0] % TEST_SHARE == 0
-
-
-# Each clip shows a coloured square and sounds a tone; what is asked about them takes both. The same arguments give the
-# same rows and files.
-
-
-CLIP_FPS = 16.0
-
-
 def make_intent(
     folder: Path,
     count: int = 8,
@@ -233,9 +214,8 @@ def make_intent(
                 file = f"{Path(manifest).stem}_{i}.mp4"
                 colour, tone = random.choice(list(COLOURS)), random.choice(list(TONES))
                 # Half of the files lie at the root and half under videos/, as the published archives do.
-                archive.writestr(
-                    zipfile.ZipInfo(file if i % 2 else f"videos/{file}"), _clip(colour, tone, i, seconds, size)
-                )
+                member = zipfile.ZipInfo(file if i % 2 else f"videos/{file}")
+                archive.writestr(member, _clip(colour, tone, i, seconds, size))
                 row = _intent_row(problem_types[i % len(problem_types)], colour, tone, random)
                 rows.append({**row, "path" if i % 3 == 2 else "video": file, "data_type": "video"})
             (folder / manifest).write_text(json.dumps(rows, indent=1))
@@ -257,34 +237,29 @@ def make_daily_omni(
     rows = []
     for i in range(count):
         options, answer = _options(*shown[i % videos], Random(f"daily omni question {seed} {i}"))
-        rows.append(
-            {
-                "Question": "What is seen while which tone sounds?",
-                "Choice": options,
-                "Answer": answer,
-                "video_id": f"v{i % videos}",
-                "Type": list(COLUMNS)[i % len(COLUMNS)],
-                "video_duration": f"{seconds:g}s",
-            }
-        )
+        row = {"Question": "What is seen while which tone sounds?", "Choice": options, "Answer": answer}
+        kind = list(COLUMNS)[i % len(COLUMNS)]
+        rows.append({**row, "video_id": f"v{i % videos}", "Type": kind, "video_duration": f"{seconds:g}s"})
     (folder / "qa.json").write_text(json.dumps(rows, indent=1))
 
 
 def _intent_row(kind: str, colour: str, tone: str, random: Random) -> dict[str, object]:
-    row: dict[str, object] = {"problem_type": kind}
+    options: list[str] = []
     if kind == "multiple choice":
+        problem = "What is seen while which tone sounds?"
         options, answer = _options(colour, tone, random)
-        return {**row, "problem": "What is seen while which tone sounds?", "options": options, "answer": answer}
-    if kind == "emer_ov_mc":
+    elif kind == "emer_ov_mc":
+        problem = "Which of these occur?"
         options = [f"{chr(65 + i)}. {word}" for i, word in enumerate((*COLOURS, *TONES))]
-        letters = sorted(option[0] for option in options if option[3:] in (colour, tone))
-        return {**row, "problem": "Which of these occur?", "options": options, "answer": ",".join(letters)}
-    if kind == "numerical":
-        return {**row, "problem": "How many squares are there?", "options": [], "answer": "1"}
-    if kind == "judge":
+        answer = ",".join(sorted(option[0] for option in options if option[3:] in (colour, tone)))
+    elif kind == "numerical":
+        problem, answer = "How many squares are there?", "1"
+    elif kind == "judge":
         asked = random.choice(list(COLOURS))
-        return {**row, "problem": f"Is the square {asked}?", "options": [], "answer": "Yes" if asked == colour else "No"}
-    return {**row, "problem": "What happens?", "options": [], "answer": f"A {colour} square drifts to a {tone} tone."}
+        problem, answer = f"Is the square {asked}?", "Yes" if asked == colour else "No"
+    else:
+        problem, answer = "What happens?", f"A {colour} square drifts to a {tone} tone."
+    return {"problem_type": kind, "problem": problem, "options": options, "answer": answer}
 
 
 def _options(colour: str, tone: str, random: Random) -> tuple[list[str], str]:

@@ -1,4 +1,8 @@
-"""Manifests: a JSON file that lists the rows of a data set whose media lie beside it, perhaps still in an archive."""
+"""NeMo-RL's audio-visual data sets, ``daily_omni`` and ``intent``: JSON manifests with media beside them or in an archive.
+
+The request to think and answer is the one that NeMo-RL's recipe publishes its numbers for, at its place: behind the last
+option, on the same line.
+"""
 
 import ast
 import re
@@ -25,11 +29,8 @@ from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.task import Task
 
 MIB = 1024 * 1024
-SMALL = 64 * MIB
-"""What may be unpacked whatever the ratio: texts shrink a lot."""
-
-MEMBERS = 1_000_000
-"""Files that are unpacked at most: empty ones take no bytes, and fill a disk all the same."""
+SMALL = 64 * MIB  # may be unpacked whatever the ratio: texts shrink a lot
+MEMBERS = 1_000_000  # files that are unpacked at most: empty ones fill a disk, too
 
 
 def read_manifest(path: Path) -> list[Any]:
@@ -46,7 +47,7 @@ def read_manifest(path: Path) -> list[Any]:
 
 
 def text_of(row: Mapping[str, Any], field: str) -> str:
-    """A field that must hold text (or a finite number), or an empty text if it does not."""
+    """A field with text or a finite number, as text; else an empty text."""
     value = row.get(field)
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
     return str(value).strip() if number or isinstance(value, str) else ""
@@ -54,20 +55,23 @@ def text_of(row: Mapping[str, Any], field: str) -> str:
 
 @dataclass(frozen=True)
 class _Member:
-    """A file of an archive, and how it is opened."""
+    """A file of an archive, its place in the folder, and the function that opens it."""
 
-    name: str
+    place: Path
     size: int
-    open: Callable[[], IO[bytes]]
+    open: Callable[[], IO[bytes] | None]
+
+    @property
+    def present(self) -> bool:
+        return self.place.is_file() and self.place.stat().st_size == self.size
 
 
 def unpack_once(archive: Path, folder: Path, ratio: float = 20.0) -> None:
-    """Unpack a zip or plain tar archive into a folder, unless a marker says that it was done.
+    """Unpack a zip or plain tar archive, if it exists, into a folder, unless a marker file says that it was done.
 
-    One that would take more than ``ratio`` times its size, or more than there is room for, is refused before anything is
-    written: no member can grow beyond the size it states. So are links and members outside of the folder. Each file is
-    written beside its place and renamed, and the marker comes last: a kill or a second process at the same time costs work,
-    never a half file. Nothing is done where there is no archive.
+    An archive that would take more than ``ratio`` times its size or more than the free space is refused before anything is
+    written (no member can exceed its stated size), and so are links and members outside of the folder. Files are written
+    under temporary names and renamed, and the marker comes last: a kill or a second process never leaves a partial file.
     """
     if not archive.is_file():
         return
@@ -78,40 +82,42 @@ def unpack_once(archive: Path, folder: Path, ratio: float = 20.0) -> None:
         return
     try:
         with ExitStack() as opened:
-            listed = _tar_members if archive.suffix == ".tar" else _zip_members
-            members = list(islice(listed(archive, opened), MEMBERS + 1))
+            members = list(islice(_members(archive, folder, opened), MEMBERS + 1))
             _refuse_bomb(members, archive, folder, seen.st_size, ratio)
-            written = [_unpack(member, archive, folder) for member in members]
+            absent = [member for member in members if not member.present]
+            for member in absent:
+                member.place.parent.mkdir(parents=True, exist_ok=True)
+                with drafted(member.place, flushed=False, shared=True) as draft, draft.open("wb") as target:
+                    source = member.open()
+                    assert source is not None, "a regular file"
+                    with source:
+                        shutil.copyfileobj(source, target, 1 << 20)
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, NotImplementedError, RuntimeError, OSError) as error:
         raise TaskError(f"{archive}: cannot unpack the archive: {error}. Download it again, or free some space.") from error
-    # Where all was there, a folder that is read-only will do.
-    unneeded = nullcontext() if any(written) else suppress(OSError)
-    with unneeded, drafted(marker, flushed=False, shared=True) as draft:
+    # If nothing was written, the folder may be read-only.
+    with nullcontext() if absent else suppress(OSError), drafted(marker, flushed=False, shared=True) as draft:
         draft.write_text(state)
 
 
-def _zip_members(archive: Path, opened: ExitStack) -> Iterator[_Member]:
-    inside = opened.enter_context(zipfile.ZipFile(archive))
-    for info in inside.infolist():
-        if not info.is_dir():
-            yield _Member(info.filename, info.file_size, partial(inside.open, info))
+def _members(archive: Path, folder: Path, opened: ExitStack) -> Iterator[_Member]:
+    def member(name: str, size: int, opens: Callable[[], IO[bytes] | None]) -> _Member:
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts:
+            raise TaskError(f"{archive}: its member '{name}' would be written outside of '{folder}'.")
+        return _Member(folder / inside, size, opens)
 
-
-def _tar_members(archive: Path, opened: ExitStack) -> Iterator[_Member]:
-    # A compressed one would have to be read whole to be listed.
-    inside = opened.enter_context(tarfile.TarFile(archive))
-    for info in inside:
-        if info.isdir():
-            continue
-        if not info.isreg():
-            raise TaskError(f"{archive}: its member '{info.name}' is a link or a device; an archive of videos has none.")
-        yield _Member(info.name, info.size, partial(_opened, inside, info))
-
-
-def _opened(inside: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
-    found = inside.extractfile(info)
-    assert found is not None, "it is a regular file"
-    return found
+    if archive.suffix == ".tar":
+        tar = opened.enter_context(tarfile.TarFile(archive))  # a compressed one would have to be read whole to be listed
+        for info in tar:
+            if not info.isreg() and not info.isdir():
+                raise TaskError(f"{archive}: its member '{info.name}' is a link or a device, which video archives lack.")
+            if info.isreg():
+                yield member(info.name, info.size, partial(tar.extractfile, info))
+    else:
+        packed = opened.enter_context(zipfile.ZipFile(archive))
+        for entry in packed.infolist():
+            if not entry.is_dir():
+                yield member(entry.filename, entry.file_size, partial(packed.open, entry))
 
 
 def _refuse_bomb(members: Sequence[_Member], archive: Path, folder: Path, packed: int, ratio: float) -> None:
@@ -123,39 +129,12 @@ def _refuse_bomb(members: Sequence[_Member], archive: Path, folder: Path, packed
             f"{archive}: {packed / MIB:,.1f} MiB would unpack to {stated / MIB:,.0f} MiB, more than {ratio:g} times as "
             "much, which no archive of videos does. Raise the source's option unpack_ratio if it is sound."
         )
-    places = [(member, _place(member, archive, folder)) for member in members]
-    needed = sum(member.size for member, place in places if not _is_there(member, place))
+    needed = sum(member.size for member in members if not member.present)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise TaskError(
-            f"{archive}: it unpacks to {needed / MIB:,.0f} MiB and '{folder}' has room for {free / MIB:,.0f} MiB."
+            f"{archive}: it unpacks to {needed / MIB:,.0f} MiB, and '{folder}' has {free / MIB:,.0f} MiB of free space."
         )
-
-
-def _place(member: _Member, archive: Path, folder: Path) -> Path:
-    inside = PurePosixPath(member.name)
-    if inside.is_absolute() or ".." in inside.parts:
-        raise TaskError(f"{archive}: its member '{member.name}' would be written outside of '{folder}'.")
-    return folder / inside
-
-
-def _is_there(member: _Member, place: Path) -> bool:
-    return place.is_file() and place.stat().st_size == member.size
-
-
-def _unpack(member: _Member, archive: Path, folder: Path) -> bool:
-    """Write a member's file, unless it is there; returns whether it was written."""
-    place = _place(member, archive, folder)
-    if _is_there(member, place):
-        return False
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with drafted(place, flushed=False, shared=True) as draft, member.open() as source, draft.open("wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
-    return True
-
-
-# The request to think and answer is the one that NeMo-RL's recipe publishes its numbers for, at its place: behind the
-# last option, on the same line.
 
 
 LETTERED = re.compile(r"\s*\(?[A-Za-z]\s*[.):、]")
@@ -169,14 +148,13 @@ LETTERS = THINK.format(what="only the letters of all options that fit (e.g., A o
 NUMBER = THINK.format(what="only the number (e.g., 42 or 3.14)", example="42")
 YES_OR_NO = THINK.format(what="only Yes or No", example="Yes")
 WORDS = THINK.format(what="your answer in a few words", example="your answer")
-MOST_CHARACTERS = 100_000
-"""Of a list of options that is written as text."""
+MOST_CHARACTERS = 100_000  # of a list of options that is written as text
 
 
 def question(problem: str, options: Sequence[str], asked: str, instruction: str | None = None) -> str:
-    """The text of a question: problem, options one a line (lettered if they are not), and what is ``asked`` of the answer.
+    """The problem, its options one a line with letters, and the request ``asked``.
 
-    A recipe's own ``instruction`` takes the place of ``asked``, on a line of its own.
+    A recipe's own ``instruction`` replaces ``asked``, on a line of its own.
     """
     shown = "\n".join((problem.strip(), *lettered(options)))
     if instruction is None:
@@ -203,11 +181,7 @@ def options_of(raw: Any, place: Place, field: str) -> list[str]:
     return raw
 
 
-# A folder holds ``qa.json`` (rows of Question, Choice, Answer, video_id, Type) and, for each video,
-# ``Videos/{id}/{id}_video.mp4`` and ``Videos/{id}/{id}_audio.wav``; or ``Videos.tar`` with them, which is unpacked
-# once.
-
-
+# The Types of questions, in the order and with the names of the published table. A task's category is its Type.
 COLUMNS = {
     "AV Event Alignment": "AV alignment",
     "Comparative": "comparative",
@@ -216,15 +190,14 @@ COLUMNS = {
     "Inference": "inference",
     "Reasoning": "reasoning",
 }
-"""The Types of questions, in the order and with the names of the published table. A task's category is its Type."""
 
 
 class DailyOmni:
-    """The questions of ``qa.json`` in the folder ``path``. ``video`` and ``sound`` say how clips are decoded.
+    """Rows of ``path/qa.json`` with Question, Choice, Answer, video_id and Type.
 
-    Video and sound are two blocks, or, with ``video: {use_audio_in_video: true}``, one in which they are interleaved.
-    ``instruction`` replaces the request to think and answer in tags. Videos that are links lead into the folder, or into
-    one of ``media_roots``.
+    Each video has ``Videos/{id}/{id}_video.mp4`` and ``…_audio.wav``; ``Videos.tar`` with them is unpacked once. Video and
+    sound are two blocks, or one interleaved with ``video: {use_audio_in_video: true}``. ``instruction`` replaces the
+    request to think and answer in tags. Links lead into the folder, or into one of ``media_roots``.
     """
 
     table_columns = COLUMNS
@@ -258,9 +231,8 @@ class DailyOmni:
 
     def __getitem__(self, index: int) -> Task:
         row = self._rows[index]
-        place = Place(
-            f"{self.folder / 'qa.json'}, row {index}", self.folder / "Videos", self.store, self._clips, self._roots
-        )
+        where = f"{self.folder / 'qa.json'}, row {index}"
+        place = Place(where, self.folder / "Videos", self.store, self._clips, self._roots)
         if not isinstance(row, Mapping):
             raise place.error(f"a row is an object, not {row!r:.60}.")
         for field in ("Question", "Answer", "video_id", "Type"):
@@ -281,10 +253,6 @@ class DailyOmni:
         )
 
 
-# A folder holds ``emer_rewrite.json`` and ``social_iq_v2_rewrite.json`` (training) or ``qa.json`` (benchmark), and
-# ``videos.zip``, which is unpacked once. A row: problem, problem_type, answer, options, video or path, data_type.
-
-
 TRAIN = ("emer_rewrite.json", "social_iq_v2_rewrite.json")
 BENCH = ("qa.json",)
 INSTRUCTIONS = {
@@ -298,11 +266,11 @@ WITH_OPTIONS = ("multiple choice", "emer_ov_mc")
 
 
 class Intent:
-    """Questions of the types in ``problem_types``, from ``manifests`` in the folder ``path`` (those it has if not said).
+    """Rows of ``manifests`` in the folder ``path`` (by default those of training, else the benchmark's), by problem type.
 
-    ``video`` and ``sound`` say how clips are decoded; ``with_sound: false`` leaves the sound out. ``instruction`` replaces
-    the request to think and answer in tags. Videos that are links lead into the folder, or into one of ``media_roots``.
-    ``unpack_ratio`` bounds what the archive unpacks to, in times its size: videos hardly shrink.
+    A row has problem, problem_type, answer, options, video or path, and data_type; ``videos.zip`` is unpacked once, to at
+    most ``unpack_ratio`` times its size, since videos hardly shrink. ``with_sound: false`` leaves the sound out.
+    ``instruction`` replaces the request to think and answer in tags. Links lead into the folder or ``media_roots``.
     """
 
     def __init__(
@@ -331,11 +299,15 @@ class Intent:
         self._roots = roots_of(self.folder, media_roots)
         self._rows: list[tuple[str, int, Any]] = []
         self.row_digests: dict[str, str] = {}
-        for manifest in manifests or self._present():
+        present = [[name for name in names if (self.folder / name).is_file()] for names in (TRAIN, BENCH)]
+        chosen = list(manifests) or present[0] or present[1]
+        if not chosen:
+            raise TaskError(f"{self.folder}: holds none of {', '.join((*TRAIN, *BENCH))}. Download the data set there.")
+        for manifest in chosen:
             rows = read_manifest(self.folder / manifest)
             self.row_digests[str(self.folder / manifest)] = content_digest(self.folder / manifest)
             for number, row in enumerate(rows):
-                # A row that cannot be read is kept, to be refused or skipped by the recipe's policy when it comes up.
+                # A row that is no object stays, to be refused or skipped by the recipe's policy when it is drawn.
                 if not isinstance(row, Mapping) or row.get("problem_type", "multiple choice") in problem_types:
                     self._rows.append((manifest, number, row))
         self._rows = self._rows[: limit or None]
@@ -352,11 +324,8 @@ class Intent:
         if not isinstance(row, Mapping):
             raise place.error(f"a row is an object, not {row!r:.60}.")
         kind = str(row.get("problem_type", "multiple choice"))
-        problem, answer, options = (
-            text_of(row, "problem"),
-            text_of(row, "answer"),
-            options_of(row.get("options"), place, "options"),
-        )
+        problem, answer = text_of(row, "problem"), text_of(row, "answer")
+        options = options_of(row.get("options"), place, "options")
         if not problem or not answer:
             raise place.error(f"'{'answer' if problem else 'problem'}' is missing or no text.")
         if kind in WITH_OPTIONS and len(options) < 2:
@@ -372,10 +341,9 @@ class Intent:
     def _media(self, row: Mapping[str, Any], place: Place) -> list[Media]:
         if row.get("data_type", "video") != "video":
             raise place.error(f"the data_type {row['data_type']!r:.40} is not 'video', the only one that is read here.")
-        told = text_of(row, "video") or text_of(row, "path")
-        if not told:
-            raise place.error("neither 'video' nor 'path' says which video it is about.")
-        file = told.lstrip("/").removeprefix("./")
+        file = (text_of(row, "video") or text_of(row, "path")).lstrip("/").removeprefix("./")
+        if not file:
+            raise place.error("neither 'video' nor 'path' names the video.")
         found = next((path for path in (Path(file), Path("videos", file)) if (self.folder / path).is_file()), None)
         if found is None:
             raise place.error(f"there is no video '{file}' in '{self.folder}' nor in its folder 'videos'.")
@@ -383,11 +351,3 @@ class Intent:
         if self._clips.hears_in_video or not self.with_sound:
             return [video]
         return [video, place.clip("sound", found, f"sound of '{file}'")]
-
-    def _present(self) -> list[str]:
-        """The manifests of the folder: the training ones, or else the benchmark's."""
-        present = [name for name in TRAIN if (self.folder / name).is_file()]
-        present = present or [name for name in BENCH if (self.folder / name).is_file()]
-        if not present:
-            raise TaskError(f"{self.folder}: holds none of {', '.join((*TRAIN, *BENCH))}. Download the data set there.")
-        return present

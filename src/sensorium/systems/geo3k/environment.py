@@ -1,8 +1,12 @@
-"""Geo3k: slime's geometry example. The model may try an answer with a tool before it gives the final one in ``\boxed{}``.
+r"""Geo3k, slime's geometry example, and ``geometry``, which draws its figures from seeds and needs no data.
 
-Each turn a response calls ``calc_score`` (or ``calc_geo3k_reward``) with an ``answer``, and is told whether it is right.
-One without a call, or whose last call is no JSON, ends it: that is the final answer. So does the turn ``max_turns``. The
-last ``\boxed{}`` of all that the model wrote decides, by mathematical equivalence; what the tool said never counts.
+Each turn a response may call ``calc_score`` (or ``calc_geo3k_reward``) with an ``answer`` and learns whether it is right. A
+response without a call, or whose last call is no JSON, is the final answer, as is the one of turn ``max_turns``. The last
+``\boxed{}`` of the whole episode decides, by mathematical equivalence; the tool's replies never count.
+
+    "How wide is the rectangle?"
+    <tool_call>{"name":"calc_score","arguments":{"answer":6}}</tool_call>   → "6 is wrong."
+    \boxed{7}                                                               → success
 """
 
 import random
@@ -26,18 +30,14 @@ from sensorium.vocabulary.task import Task
 
 NAMES = ("calc_score", "calc_geo3k_reward")
 FORM = write_call(NAMES[0], {"answer": "your answer"})
-MOST_CHARACTERS = 2000
-"""An answer longer than this is wrong: no answer to a geometry problem is."""
-
-_pool = EquivalencePool(timeout_s=5.0, count=2)
-"""Started when the first answer is compared, and shared by all episodes of the process."""
+MOST_CHARACTERS = 2000  # a longer answer is wrong
+_pool = EquivalencePool(timeout_s=5.0, count=2)  # starts with the first comparison; shared by all episodes of the process
 
 
 class Geo3k:
-    r"""A row's problem (its picture and text), with the tool that tells whether an answer is right.
+    r"""A row's problem (its picture and text), with a tool that checks answers.
 
-    The problem should say how the tool is called and that the answer belongs into ``\boxed{}``; with ``explain`` the system
-    prompt says it.
+    With ``explain`` the system prompt explains the tool and ``\boxed{}``; else the problem should.
     """
 
     instant = False
@@ -59,11 +59,12 @@ class Geo3k:
                 f"Solve the geometry problem. You may try an answer before you give it: write\n{FORM}\nand you are told "
                 "whether it is right. Give the final answer without a call, as \\boxed{answer}."
             )
-            head = (*head, Message("system", user(rules).content)) if not head else (_with(head[0], rules), *head[1:])
+            before = (*head[0].content, *user(f"\n\n{rules}").content) if head else user(rules).content
+            head = (Message("system", before), *head[1:])
         return head, Observation(asked)
 
     def step(self, response: str) -> StepResult:
-        """Compare the answer of the last call, or take the response for the final one."""
+        """Check the answer of the last call, or take the response as the final answer."""
         if self._over:
             raise EnvironmentFailure(
                 f"task {self.task.id}: its answer was given (or nothing was asked yet); reset it first."
@@ -71,10 +72,10 @@ class Geo3k:
         self._turn += 1
         self._box = boxed(response) or self._box
         calls = calls_in(response)
-        told, ends, info = self._answered(calls[-1] if calls else None)
+        reply, ends, info = self._answered(calls[-1] if calls else None)
         self._over = ends or self._turn >= self.max_turns
         if not self._over:
-            return StepResult(Observation((user(told),)), reward={"success": 0.0}, info=info)
+            return StepResult(Observation((user(reply),)), reward={"success": 0.0}, info=info)
         success = bool(self._box) and self._right(self._box)
         return StepResult(
             None,
@@ -94,29 +95,29 @@ class Geo3k:
         return f"The answer is \\boxed{{{known}}}." if self._turn or last else write_call(NAMES[0], {"answer": known})
 
     def close(self) -> None:
-        """The processes are shared, and stay."""
+        """Nothing: the processes are shared."""
 
     def _answered(self, call: ToolCall | None) -> tuple[str, bool, dict[str, Any]]:
-        """What to say of a call, whether it ends the episode, and what to note of it."""
+        """The tool's reply, whether the call ends the episode, and the step's info."""
         info: dict[str, Any] = {"valid": call is not None and not call.problem, "tool": call.name[:60] if call else ""}
         if call is None or not call.is_json:
             return "No tool was called.", True, info
-        if call.problem or call.name not in NAMES:
-            known = (
-                f"There is no tool '{call.name:.60}'." if call.name not in NAMES else f"The call failed: {call.problem}."
-            )
-            return f"{known} Write {FORM}", False, {**info, "valid": False}
-        answer = call.arguments.get("answer")
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-            return f"The call has no answer. Write {FORM}", False, {**info, "valid": False}
+        answer, problem = call.arguments.get("answer"), ""
+        if call.name not in NAMES:
+            problem = f"There is no tool '{call.name:.60}'."
+        elif call.problem:
+            problem = f"The call failed: {call.problem}."
+        elif isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+            problem = "The call has no answer."
+        if problem:
+            return f"{problem} Write {FORM}", False, {**info, "valid": False}
         try:
             right = self._right(str(answer)) or ((box := boxed(str(answer))) is not None and self._right(box))
         except RewardFailure:
             return "Error: the answer could not be compared in time. Write it more simply.", False, info
-        return self._told(f"{answer!s:.200}", right), False, info
+        return self._reply(f"{answer!s:.200}", right), False, info
 
-    def _told(self, answer: str, right: bool) -> str:
-        """What the tool says of an answer."""
+    def _reply(self, answer: str, right: bool) -> str:
         if right:
             return f"{answer} matches the reference answer. Now give the final answer as \\boxed{{}}."
         last = " Your next answer is final." if self._turn + 1 >= self.max_turns else ""
@@ -133,30 +134,13 @@ class Geo3k:
         return any(verdicts)
 
 
-def _with(message: Message, rules: str) -> Message:
-    return Message("system", (*message.content, *user(f"\n\n{rules}").content))
-
-
-# Unlike ``geo3k``, which asks the questions of rows, it needs no data: a seed draws a figure, and lengths are whole
-# numbers. the picture, "How wide is the rectangle?"
-# <tool_call>{"name":"calc_score","arguments":{"answer":6}}</tool_call> → "6 is wrong." \boxed{7} → success
-
-
 NAME = "geometry"
-SQUARES = 6
-"""Squares of the paper in a row."""
-
+SQUARES = 6  # of the paper in a row
 PAPERS = {"white": (250, 249, 243), "yellow": (252, 238, 176), "grey": (206, 210, 216), "black": (36, 38, 44)}
 COLOURS = {
-    "red": (214, 48, 49),
-    "blue": (44, 92, 197),
-    "green": (52, 148, 83),
-    "brown": (150, 92, 40),
-    "orange": (240, 140, 30),
-    "purple": (138, 60, 170),
-    "pink": (240, 120, 170),
-    "cyan": (30, 170, 190),
-}
+    "red": (214, 48, 49), "blue": (44, 92, 197), "green": (52, 148, 83), "brown": (150, 92, 40), "orange": (240, 140, 30),
+    "purple": (138, 60, 170), "pink": (240, 120, 170), "cyan": (30, 170, 190),
+}  # fmt: skip
 LINES = (160, 166, 174)
 SHAPES = ("rectangle", "triangle")
 QUESTIONS = ("wide", "high")
@@ -164,7 +148,7 @@ QUESTIONS = ("wide", "high")
 
 @dataclass(frozen=True)
 class Figure:
-    """A rectangle or a right-angled triangle in the corner of the paper: its size in squares, and what is asked of it."""
+    """A rectangle or right-angled triangle in the corner of the paper, its size in squares, and the question about it."""
 
     shape: str
     width: int
@@ -175,12 +159,12 @@ class Figure:
 
     @property
     def answer(self) -> int:
-        """The length that is asked for."""
+        """The right length."""
         return self.width if self.asked == "wide" else self.height
 
 
 def figure_of(seed: int) -> Figure:
-    """The figure that a seed stands for."""
+    """The figure of a seed."""
     chance = random.Random(f"geometry/{seed}")
     width, height = (chance.randint(1, SQUARES) for _ in range(2))
     looks = (chance.choice(list(COLOURS)), chance.choice(list(PAPERS)))
@@ -202,10 +186,10 @@ def draw_png(figure: Figure | None, cell: int) -> bytes:
 
 
 class Geometry(Geo3k):
-    """One figure, measured once: try a length with the tool, then give the final one in a box.
+    """One figure to measure: try a length with the tool, then give the final one in a box.
 
-    ``view`` shows the figure or bare paper, to see whether a model looks. ``tool`` tells the truth, or ``garbled`` replies
-    that say right or wrong by chance, to see whether a model uses it.
+    ``view: blank`` shows bare paper, to test whether a model looks; ``tool: garbled`` gives random replies, to test whether
+    it uses the tool.
     """
 
     instant = True
@@ -234,7 +218,7 @@ class Geometry(Geo3k):
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What the seed leads to: the figure and the question."""
+        """The figure and the question of a seed."""
         return str(figure_of(seed))
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
@@ -251,12 +235,12 @@ class Geometry(Geo3k):
         return super().reset(seed)
 
     def step(self, response: str) -> StepResult:
-        """Compare the answer of a call, or take the response for the final one."""
+        """Check the answer of a call, or take the response as the final answer."""
         self._confirmed = ""
         return super().step(response)
 
     def demonstrate(self) -> str:
-        """Try the right length, give what the tool confirmed; by ``demonstration_noise`` a length by chance."""
+        """Try the right length, then give the confirmed one; with ``demonstration_noise`` sometimes a random length."""
         if self._over:
             raise EnvironmentFailure(f"{NAME}: nothing is asked; there is nothing to demonstrate.")
         chance = random.Random(f"geometry/{self._seed}/{self._turn}")
@@ -265,14 +249,13 @@ class Geometry(Geo3k):
             answer = str(chance.randint(1, SQUARES))
         if self._confirmed or self._turn + 1 >= self.max_turns:
             return f"\\boxed{{{answer}}}"
-        call = f'{{"name":"{NAMES[0]}","arguments":{{"answer":{answer}}}}}'
-        return f"<tool_call>{call}</tool_call>"
+        return f'<tool_call>{{"name":"{NAMES[0]}","arguments":{{"answer":{answer}}}}}</tool_call>'
 
-    def _told(self, answer: str, right: bool) -> str:
+    def _reply(self, answer: str, right: bool) -> str:
         if self.tool == "garbled":
             right = random.Random(f"geometry/{self._seed}/{self._turn}/{answer}").random() < 0.5
         self._confirmed = answer if right else ""
-        return super()._told(answer, right) if self.explain else f"{answer} is {'right' if right else 'wrong'}."
+        return super()._reply(answer, right) if self.explain else f"{answer} is {'right' if right else 'wrong'}."
 
     def _right(self, answer: str) -> bool:
         try:

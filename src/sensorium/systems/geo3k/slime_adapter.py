@@ -1,7 +1,7 @@
 """A slime-style environment module: ``build_env(sample, args)``, ``reset``, ``step``, ``format_observation``, ``close``.
 
-As there, the question is the row's prompt, what ``reset`` returns is not shown, a step's info goes to the log, and reward
-terms judge what the model wrote. Any of its functions may be a coroutine.
+As in slime, the question is the row's prompt, the result of ``reset`` is not shown, a step's info is logged, and reward
+terms judge the responses. Any of its functions may be a coroutine.
 """
 
 import sys
@@ -24,7 +24,7 @@ from sensorium.vocabulary.task import Task
 
 
 class SlimeEnvironment:
-    """``path`` is a dotted module or a ``.py`` file; ``args`` are what it reads off its arguments, such as max_turns."""
+    """``path`` is a dotted module or a ``.py`` file; ``args`` are the arguments that it reads, such as max_turns."""
 
     instant = False
     recipe_only = ("path", "args")
@@ -50,7 +50,7 @@ class SlimeEnvironment:
         return head, Observation(asked)
 
     async def step(self, response: str) -> StepResult:
-        """Pass the response on, and show what comes of it."""
+        """Pass the response on; show the next observation."""
         if self._environment is None:
             raise EnvironmentFailure(f"{self.path}: nothing was asked yet; reset it first.")
         observation, done, info = await awaited(self._environment.step(response))
@@ -65,17 +65,15 @@ class SlimeEnvironment:
         raise EnvironmentFailure(f"task {self.task.id}: its demonstration has no response for turn {self._turn}.")
 
     async def close(self) -> None:
-        """Close it, if it can be."""
+        """Close it, if it has a ``close``."""
         environment, self._environment = self._environment, None
         if environment is not None and hasattr(environment, "close"):
             await awaited(environment.close())
 
     def _sample(self, seed: int) -> SimpleNamespace:
-        """What its users know of a sample."""
         asked = "\n".join(message.text for message in self.task.messages)
-        images = [
-            self.store.picture(item) for message in self.task.messages for item in message.media if item.kind == "picture"
-        ]
+        media = [item for message in self.task.messages for item in message.media]
+        images = [self.store.picture(item) for item in media if item.kind == "picture"]
         return SimpleNamespace(
             group_index=0, index=seed, prompt=asked, tokens=[], response="", response_length=0, label=self.task.answer,
             reward=None, loss_mask=None, rollout_log_probs=None, status="pending", metadata=dict(self.task.metadata),
@@ -83,16 +81,20 @@ class SlimeEnvironment:
         )  # fmt: skip
 
     async def _message(self, observation: Any) -> Message:
-        """The next message: as its ``format_observation`` says, pictures first where there is none."""
-        formatting = getattr(self._environment, "format_observation", None)
-        if formatting is None:
-            formatting = getattr(self._module, "format_observation", None)
-        chat = await awaited(formatting(observation)) if formatting is not None else _usual(observation)
+        """The next message, by ``format_observation`` of the environment or its module; without one, pictures first."""
+        formatting = next(
+            (one for part in (self._environment, self._module) if (one := getattr(part, "format_observation", None))), None
+        )
+        if formatting is not None:
+            chat = await awaited(formatting(observation))
+        else:
+            held: Mapping[str, Any] = observation if isinstance(observation, Mapping) else {"obs_str": str(observation)}
+            pictures = [item for items in (held.get("multi_modal_data") or {}).values() for item in items]
+            blocks = [{"type": "image", "image": item} for item in pictures]
+            chat = {"role": "user", "content": [*blocks, {"type": "text", "text": str(held.get("obs_str", ""))}]}
         where = f"{self.path}, turn {self._turn}"
         if not isinstance(chat, Mapping) or "content" not in chat:
-            raise EnvironmentFailure(
-                f"{where}: format_observation must give a chat message with a content, not {chat!r:.60}."
-            )
+            raise EnvironmentFailure(f"{where}: format_observation must give a message with a content, not {chat!r:.60}.")
         content = chat["content"] if isinstance(chat["content"], list) else [chat["content"]]
         role = "tool" if chat.get("role") == "tool" else "user"
         return Message(role, tuple(self._block(item, where) for item in content))  # type: ignore[arg-type]
@@ -109,13 +111,6 @@ class SlimeEnvironment:
                 return self.store.put_picture(picture_bytes(shown, where), where)
             return picture(self.store, shown, where)
         raise EnvironmentFailure(f"{where}: a block of content is text or an image, not {item!r:.60}.")
-
-
-def _usual(observation: Any) -> dict[str, Any]:
-    held: Mapping[str, Any] = observation if isinstance(observation, Mapping) else {"obs_str": str(observation)}
-    pictures = [item for items in (held.get("multi_modal_data") or {}).values() for item in items]
-    blocks = [{"type": "image", "image": item} for item in pictures]
-    return {"role": "user", "content": [*blocks, {"type": "text", "text": str(held.get("obs_str", ""))}]}
 
 
 def _loaded(path: str) -> Any:

@@ -19,10 +19,10 @@ MEDIA_KEYS = ("multi_modal_input", "multi_modal_data")
 
 
 class VagenEnvironment:
-    """``path`` is ``module:Class``; ``config`` is its env_config, or what ``config_class`` (``module:Class``) is made from.
+    """``path`` is ``module:Class``; ``config`` is its env_config, or the arguments of ``config_class`` (``module:Class``).
 
-    A step's reward is the part ``step``; a legacy class also pays what ``compute_reward`` says at the end, as ``final``.
-    ``max_turns`` cuts an episode off; the environment may end it before.
+    A step's reward is the part ``step``; the ``compute_reward`` of a legacy class is the part ``final``, at the end.
+    ``max_turns`` truncates an episode.
     """
 
     instant = False
@@ -48,7 +48,7 @@ class VagenEnvironment:
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """What a seed leads to: what the environment shows first."""
+        """The content that a seed leads to: the environment's first observation."""
 
         async def first() -> str:
             environment = cls(MediaStore(), **options)
@@ -68,7 +68,7 @@ class VagenEnvironment:
         return (Message("system", self._blocks(prompt)),), Observation((Message("user", self._blocks(observation)),))
 
     async def step(self, response: str) -> StepResult:
-        """Pass the response on, and show what comes of it."""
+        """Pass the response on; show the next observation."""
         if self._over:
             raise EnvironmentFailure(f"{self.path}: it is over (or has not begun); reset it first.")
         observation, reward, done, info = await awaited(self._environment.step(response))
@@ -77,12 +77,12 @@ class VagenEnvironment:
         ended = bool(done) or bool(success)
         truncated = not ended and self._turn >= self.max_turns
         self._over = ended or truncated
-        pay: dict[str, float] = {"step": number_of(reward)}
+        rewards: dict[str, float] = {"step": number_of(reward)}
         if self._legacy:
-            pay["final"] = number_of(await awaited(self._environment.compute_reward())) if self._over else 0.0
+            rewards["final"] = number_of(await awaited(self._environment.compute_reward())) if self._over else 0.0
         return StepResult(
             observation=None if self._over else Observation((Message("user", self._blocks(observation)),)),
-            reward=pay,
+            reward=rewards,
             done=self._over,
             truncated=truncated,
             success=bool(success) if self._over else None,
@@ -90,7 +90,7 @@ class VagenEnvironment:
         )
 
     def demonstrate(self) -> str:
-        """Nobody knows a good response here."""
+        """There is none."""
         raise EnvironmentFailure(f"{self.path}: there is no demonstration; warm start from rows that have one.")
 
     async def close(self) -> None:

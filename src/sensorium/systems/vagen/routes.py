@@ -1,6 +1,6 @@
-"""The legacy VAGEN routes, byte for byte as its Flask service answers: sorted keys, ASCII, no spaces, a newline at the end.
+"""VAGEN's protocols. The legacy replies match its Flask service byte for byte: sorted keys, ASCII, no spaces, a newline.
 
-Its steps have no id, so a step that is sent again acts again, as there; use our own protocol where that matters.
+Steps have no id, so a step that is sent twice acts twice, as in VAGEN; use our own protocol where that matters.
 """
 
 import base64
@@ -31,37 +31,33 @@ PAGES = {
 }
 
 
-class _Page(Exception):
-    """An HTML page of an error."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def legacy_routes(table: SessionTable) -> APIRouter:
-    """The routes; bodies are read raw, so they are not in the OpenAPI description."""
+    """The legacy routes; bodies are read raw, so they are not in the OpenAPI description."""
     router = APIRouter(include_in_schema=False)
     served = _Environments(table)
 
-    def add(path: str, methods: list[str], field: str, work: Callable[[Any], Awaitable[Json]]) -> None:
-        """A route that takes one field of a JSON body (or no body, where ``field`` is empty)."""
+    def add(path: str, methods: list[str], field: str, work: Callable[..., Awaitable[Json]]) -> None:
+        """A route with the path's id and one field of a JSON body (no body where ``field`` is empty) as arguments."""
 
         async def answer(request: Request) -> Response:
+            arguments: list[Any] = list(request.path_params.values())
             try:
-                given: Any = request.path_params.get("id")
                 if field:
-                    body = await _json(request)
+                    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+                        return _html(415)
+                    try:
+                        body = json.loads(await request.body())
+                    except (ValueError, RecursionError):
+                        return _html(400)
                     if not isinstance(body, dict) or field not in body:
                         return flask({"error": f"Missing required parameter: {field}"}, 400)
-                    given = body[field] if given is None else (given, body[field])
-                return flask(await work(given))
-            except _Page as page:
-                return _html(page.status)
-            except Refusal as refusal:  # too many environments, or a seed that is none: theirs would raise a client, too
+                    arguments.append(body[field])
+                return flask(await work(*arguments))
+            except Refusal as refusal:  # too many environments, or a bad seed: VAGEN's service fails these calls, too
                 again = {"Retry-After": f"{refusal.retry_after_s:g}"} if refusal.retry_after_s else None
                 return flask({"error": refusal.why}, 400 if refusal.status == 422 else refusal.status, again)
-            except (KeyError, AttributeError, TypeError):  # as theirs: an unknown id or a wrong type is its error 500
+            except (KeyError, AttributeError, TypeError):  # an unknown id or a wrong type is VAGEN's error 500
                 return _html(500)
 
         router.add_api_route(path, answer, methods=methods)
@@ -81,13 +77,13 @@ def legacy_routes(table: SessionTable) -> APIRouter:
 
 
 class _Environments:
-    """Reserved sessions under ids that the client chose. One that could not be made shows that later, as there."""
+    """Reserved sessions under the client's ids. One that could not be created reports it later, as in VAGEN."""
 
     def __init__(self, table: SessionTable) -> None:
         self.table = table
 
     async def create(self, wishes: dict[str, Any]) -> Json:
-        """Reserve them all; or none, where there are not enough places."""
+        """Reserve them all, or none if the capacity does not suffice."""
         found: dict[str, tuple[str, Json] | str] = {}
         for id, wish in wishes.items():
             try:
@@ -139,16 +135,15 @@ class _Environments:
             await self.close_one(id)
         return {"status": "success"}
 
-    async def reset_one(self, asked: tuple[str, Any]) -> Json:
-        observation, info = await self.reset(asked[0], seed_of(asked[1]))
+    async def reset_one(self, id: str, seed: Any) -> Json:
+        observation, info = await self.reset(id, seed_of(seed))
         return {"observation": observation, "info": info}
 
-    async def step_one(self, asked: tuple[str, Any]) -> Json:
-        observation, reward, done, info = await self.step(*asked)
-        return {"observation": observation, "reward": reward, "done": done, "info": info}
+    async def step_one(self, id: str, action: Any) -> Json:
+        return dict(zip(("observation", "reward", "done", "info"), await self.step(id, action), strict=True))
 
     async def reward_one(self, id: str) -> Json:
-        """All pay is in the steps; there is none beside it at the end."""
+        """The steps hold all reward; there is none at the end."""
         self._held(id)
         return {"reward": 0.0}
 
@@ -179,27 +174,16 @@ def flask(body: Json, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(text, status, headers, "application/json")
 
 
-async def _json(request: Request) -> Any:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise _Page(415)
-    try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise _Page(400) from error
-
-
 def _html(status: int) -> Response:
-    title, told = PAGES[status]
-    page = f"<!doctype html>\n<html lang=en>\n<title>{status} {title}</title>\n<h1>{title}</h1>\n<p>{told}</p>\n"
+    title, text = PAGES[status]
+    page = f"<!doctype html>\n<html lang=en>\n<title>{status} {title}</title>\n<h1>{title}</h1>\n<p>{text}</p>\n"
     return Response(page, status, media_type="text/html")
 
 
 MOST_BODY = 64 * 1024 * 1024
 MOST_PARTS = 1000
 PREFIX = "vagen-"
-STATUSES = {status: status for status in (400, 404, 409, 413, 503)}
-"""Statuses of its service, and ours for a step out of turn and a large body; everything else is its 500."""
+STATUSES = (400, 404, 409, 413, 503)  # VAGEN's, and ours for a step out of turn and a large body; all others are 500
 
 
 def vagen_routes(table: SessionTable) -> APIRouter:
@@ -207,27 +191,24 @@ def vagen_routes(table: SessionTable) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     calls = _Calls(table)
 
-    async def answered(request: Request, method: Any) -> Response:
-        try:
-            body, shown = await method(read_form(await _body(request), request.headers.get("content-type", "")))
-        except Refusal as refusal:
-            again = {"Retry-After": f"{refusal.retry_after_s:g}"} if refusal.retry_after_s else None
-            return JSONResponse({"detail": refusal.why}, STATUSES.get(refusal.status, 500), again)
-        except (ValueError, RecipeError) as error:
-            return JSONResponse({"detail": str(error)}, 500)
-        boundary = f"gym_env_{secrets.token_hex(16)}"
-        return Response(
-            write_form(body, shown, boundary), headers={"content-type": f'multipart/mixed; boundary="{boundary}"'}
-        )
+    def add(path: str, method: Callable[[Json], Awaitable[tuple[Json, list[bytes]]]]) -> None:
+        async def answer(request: Request) -> Response:
+            try:
+                body, shown = await method(read_form(await _body(request), request.headers.get("content-type", "")))
+            except Refusal as refusal:
+                again = {"Retry-After": f"{refusal.retry_after_s:g}"} if refusal.retry_after_s else None
+                status = refusal.status if refusal.status in STATUSES else 500
+                return JSONResponse({"detail": refusal.why}, status, again)
+            except (ValueError, RecipeError) as error:
+                return JSONResponse({"detail": str(error)}, 500)
+            boundary = f"gym_env_{secrets.token_hex(16)}"
+            headers = {"content-type": f'multipart/mixed; boundary="{boundary}"'}
+            return Response(write_form(body, shown, boundary), headers=headers)
 
-    @router.post("/connect")
-    async def connect(request: Request) -> Response:
-        return await answered(request, calls.connect)
+        router.add_api_route(path, answer, methods=["POST"])
 
-    @router.post("/call")
-    async def call(request: Request) -> Response:
-        return await answered(request, calls.call)
-
+    add("/connect", calls.connect)
+    add("/call", calls.call)
     return router
 
 
@@ -247,7 +228,7 @@ class _Calls:
         try:
             body, shown = await self._reset(id, seed)
         except Refusal:
-            await self.table.close(PREFIX + id)  # nothing is left behind of a session that did not begin
+            await self.table.close(PREFIX + id)  # a session that did not begin leaves nothing behind
             raise
         return {"session_id": id, **body}, shown
 
@@ -299,7 +280,7 @@ async def _body(request: Request) -> bytes:
 
 
 def read_form(body: bytes, content_type: str) -> Json:
-    """The JSON object of a multipart body; as VAGEN does, a part is known by its type and not by its name."""
+    """The JSON object of a multipart body; as in VAGEN, a part is recognised by its type, not by its name."""
     found = re.search(r'boundary="?([^";,\s]{1,200})"?', content_type)
     if not content_type.lower().startswith("multipart/") or found is None:
         raise ValueError("the Content-Type must be multipart with a boundary")

@@ -1,10 +1,10 @@
-"""VAGEN's own files of tasks: its parquet rows, its YAML list of seeds, and the legacy ``env_config.yaml``.
+"""VAGEN's files of tasks: its parquet rows, its YAML list of seeds, and the legacy ``env_config.yaml``.
 
     rows      {data_source, prompt, extra_info: {split, env_name, env_config, seed}}    the row's seed
-    list      envs: [{name, n_envs, seed: [1, 10000, 1], max_turns, config}]             the seeds that it stands for there
+    list      envs: [{name, n_envs, seed: [1, 10000, 1], max_turns, config}]             the seeds that VAGEN draws
     legacy    sokoban: {env_name, env_config, train_size, test_size}                     seeds of ours, split by content
 
-The legacy files use the same seeds for training and test; here the split goes by what a seed leads to: they share nothing.
+VAGEN plays legacy files with the same seeds for training and test; here the splits share no content.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ SKILLS = "primitive_skill"
 
 
 class VagenTasks:
-    """The tasks of a file, by its ending: ``.parquet``, ``.yaml`` or ``.yml``. ``split`` takes one side of it.
+    """The tasks of a ``.parquet``, ``.yaml`` or ``.yml`` file, of one ``split``.
 
-    ``max_turns`` is what an environment is cut off at; VAGEN says it outside of its environments. ``options`` are the
-    recipe's own for an environment of ours, {svg: {dino_path: …}}: what a file may not say, such as folders of models.
+    ``max_turns`` ends an episode; VAGEN sets it outside of its environments. ``options`` are the recipe's own for an
+    environment, {svg: {dino_path: …}}, such as folders of models, which a file must not set.
     """
 
     def __init__(
@@ -76,11 +76,7 @@ class VagenTasks:
             raise TaskError(f"{self.path}: cannot read the Parquet file: {error}") from error
         for number, row in enumerate(rows):
             place, extra = f"{self.path}, row {number}", row.get("extra_info")
-            if (
-                not isinstance(extra, Mapping)
-                or isinstance(extra.get("seed"), bool)
-                or not isinstance(extra.get("seed"), int)
-            ):
+            if not isinstance(extra, Mapping) or type(extra.get("seed")) is not int:
                 raise TaskError(f"{place}: 'extra_info' must hold env_name, env_config and seed.")
             if extra.get("split", self.split) == self.split:
                 name, options = self._environment(dict(extra), place)
@@ -103,11 +99,8 @@ class VagenTasks:
 
     def _take_entry(self, entry: Any, index: int, base_seed: int) -> None:
         place = f"{self.path}, envs.{index}"
-        if (
-            not isinstance(entry, Mapping)
-            or not isinstance(entry.get("name"), str)
-            or not isinstance(entry.get("n_envs"), int)
-        ):
+        named_so = isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
+        if not named_so or not isinstance(entry.get("n_envs"), int):
             raise TaskError(f"{place}: an entry has name, n_envs and seed or seed_list.")
         config = entry.get("config") or {}
         if not isinstance(config, Mapping):
@@ -116,11 +109,9 @@ class VagenTasks:
         name, options = self._environment({"env_name": named, "env_config": without_client(config)}, place, current=True)
         if isinstance(entry.get("max_turns"), int):
             options["max_turns"] = entry["max_turns"]
-        count = entry["n_envs"]
-        listed = entry.get("seed_list")
-        seeds = (
-            list(listed)[:count] if listed else seeds_of(count, entry.get("seed") or [0], entry["name"], index, base_seed)
-        )
+        count, listed = entry["n_envs"], entry.get("seed_list")
+        drawn = seeds_of(count, entry.get("seed") or [0], entry["name"], index, base_seed) if not listed else []
+        seeds = list(listed)[:count] if listed else drawn
         if len(seeds) < count:
             raise TaskError(f"{place}: n_envs is {count}, and seed_list has {len(seeds)}.")
         for number, seed in enumerate(seeds):
@@ -137,7 +128,7 @@ class VagenTasks:
                 self._add(name, options, spec.seed, title, number)
 
     def _environment(self, wish: dict[str, Any], place: str, current: bool = False) -> tuple[str, dict[str, Any]]:
-        """Our environment of theirs. Files are data: they name what is registered and runs no code of their choosing."""
+        """Our environment for theirs. Files are data: they name registered environments that run no code of the file."""
         try:
             name, options = environment_of(wish, self._served, current)
         except RecipeError as error:
@@ -165,7 +156,7 @@ def _plays_from_seeds(name: str) -> bool:
 
 
 def _only_the_recipes(name: str, options: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """What a file asks for that only a recipe may say, in a sentence with the way out; empty if nothing."""
+    """An error for an option of a file that only a recipe may set; empty if there is none."""
     for term in ("dino", "dreamsim") if name == "svg" else ():
         if options.get(f"{term}_weight") and not own.get(f"{term}_path"):
             return (
