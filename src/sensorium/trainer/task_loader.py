@@ -189,16 +189,7 @@ class TaskLoader:
     async def observe(self, groups: Sequence[Group], trained: Collection[str]) -> None:
         """Give the planner the outcomes of a step's groups, if it wants them; ``trained`` are the ids in the update."""
         if self._observes:
-            outcomes = [
-                GroupOutcome(
-                    task_id=group.task.id,
-                    rewards=tuple(e.reward for e in group.episodes),
-                    correct=tuple(e.correct for e in group.episodes),
-                    responses=tuple(e.response for e in group.episodes),
-                    trained=group.id in trained,
-                )
-                for group in groups
-            ]
+            outcomes = [outcome_of(group, group.id in trained) for group in groups]
             await asyncio.wrap_future(self._reader.submit(self._asked, "observe", self.planner.observe, outcomes))
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,3 +334,14 @@ def skip_metrics(skipped: Sequence[SkippedRow], long: int) -> dict[str, float]:
     """How many tasks were left out by policy; ``long`` more for a prompt that an environment showed when played."""
     too_long = sum(skip.long_prompt for skip in skipped)
     return {"tasks/skipped_bad": len(skipped) - too_long, "tasks/skipped_long": too_long + long}
+
+
+def outcome_of(group: Group, trained: bool) -> GroupOutcome:
+    """What a planner learns of a group."""
+    return GroupOutcome(
+        task_id=group.task.id,
+        rewards=tuple(episode.reward for episode in group.episodes),
+        correct=tuple(episode.correct for episode in group.episodes),
+        responses=tuple(episode.response for episode in group.episodes),
+        trained=trained,
+    )
