@@ -19,9 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sensorium.algorithms.advantages import Credit, Episodes
 from sensorium.evaluation.evaluate import SAMPLED_AND_GREEDY
+from sensorium.recipe.estimators_and_losses import ESTIMATORS
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.names import register, resolve, table
-from sensorium.recipe.traits import ESTIMATORS
+from sensorium.recipe.registry import register, resolve, table
 from sensorium.trainer.run import study
 from studies.recipes import ALGORITHMS
 from studies.seeds import add_run, by_name, chosen_seeds, circumstances, cpu_minutes

@@ -12,8 +12,9 @@ import torch
 
 from sensorium.algorithms.losses import Tokens
 from sensorium.learner.update import Objective
+from sensorium.recipe.estimators_and_losses import ESTIMATORS, LOSSES, SEQUENCE_MEAN
 from sensorium.recipe.load import parse_recipe
-from sensorium.recipe.names import NAMES
+from sensorium.recipe.registry import NAMES
 from sensorium.recipe.schema import (
     AdvantageSection,
     AlgorithmSection,
@@ -26,7 +27,6 @@ from sensorium.recipe.schema import (
     Section,
     SelectionSection,
 )
-from sensorium.recipe.traits import ESTIMATORS, LOSSES, SEQUENCE_MEAN
 from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.trainer.credit import estimate
 from sensorium.vocabulary.errors import RecipeError

@@ -78,7 +78,7 @@ def test_triton_is_listened_to_beside_others(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_step_that_compiled_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
-    session = cast(Session, types.SimpleNamespace(patches=0, fallbacks=0))
+    session = cast(Session, types.SimpleNamespace(policy=types.SimpleNamespace(counters=types.SimpleNamespace(patches=0))))
     clock = Clock(session, lambda phase, total: None)
     assert "time/compile_s" not in clock.metrics([])
     with compiling():

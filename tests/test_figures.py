@@ -15,7 +15,7 @@ def checkout(tmp_path: Path) -> Path:
         "README.md": "# Title\n",
         "docs/internals/architecture.md": "\n" * 200,
         "docs/performance.md": "",
-        "src/sensorium/recipe/names.py": 'NAMES = {"old": "sensorium.models.families.old:Old",\n'
+        "src/sensorium/recipe/registry.py": 'NAMES = {"old": "sensorium.models.families.old:Old",\n'
         '         "new_moe": "sensorium.models.families.new:New"}\n',
         "src/sensorium/models/families/old.py": 'TYPES = ("old",)\n',
         "src/sensorium/models/families/new.py": "from sensorium.models.families.old import TYPES\n",
@@ -36,7 +36,7 @@ def counted(root: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[i
 
 
 def test_a_checkout_within_all_limits_is_fine(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Lines, files, repeated names, files of the family "old" (its own, names.py, load.py, two outside src), pages.
+    # Lines, files, repeated names, files of the family "old" (its own, registry.py, load.py, two outside src), pages.
     assert counted(checkout, capsys) == (0, [8, 5, 0, 5, 1, 200, 0])
 
 
@@ -59,4 +59,4 @@ def test_no_file_name_in_src_is_used_more_than_twice() -> None:
 
 def test_every_family_has_its_own_file_and_one_line_of_names() -> None:
     for family, touched in files_by_family(ROOT, code_files(ROOT)).items():
-        assert [path.name for path in touched] == [f"{family}.py", "names.py"]
+        assert [path.name for path in touched] == [f"{family}.py", "registry.py"]

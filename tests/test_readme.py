@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from sensorium.recipe.load import parse_recipe
-from sensorium.recipe.names import NAMES, table
+from sensorium.recipe.registry import NAMES, table
 from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 

@@ -12,7 +12,7 @@ from PIL import Image
 from sensorium.data.media_store import MediaStore
 from sensorium.data.row_format import FIELDS, PARTS
 from sensorium.data.rows import JsonlRows
-from sensorium.recipe.names import GIVEN, parameters_of, resolve, table
+from sensorium.recipe.registry import GIVEN, parameters_of, resolve, table
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.runs.episodes import read_groups

@@ -69,7 +69,7 @@ def repeated_names(files: list[Path]) -> list[str]:
 
 def files_by_family(root: Path, files: list[Path]) -> dict[str, list[Path]]:
     """By module of models/families: its own file, then the others whose code names one of its model types."""
-    (names,) = [path for path in files if path.match("recipe/names.py")]
+    (names,) = [path for path in files if path.match("recipe/registry.py")]
     types = defaultdict(set)
     for known, module in re.findall(r'"(\w+)": "sensorium\.models\.families\.(\w+):', names.read_text(encoding="utf-8")):
         types[module] |= {known, f"families.{module}"}

@@ -28,6 +28,8 @@ MOVED = {
     "models.checkpoint_place": "models.checkpoint_path",
     "record.episode_json": "runs.episodes",
     "record.metrics": "runs.metrics",
+    "recipe.names": "recipe.registry",
+    "recipe.traits": "recipe.estimators_and_losses",
     "rewards.protocol": "rewards.reward_term",
     "tasks.daily_omni": "systems.audio_visual.sources",
     "tasks.lookalikes": "systems.audio_visual.generated",

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from sensorium.algorithms import advantages
 from sensorium.algorithms.advantages import Episodes
-from sensorium.recipe.names import resolve
+from sensorium.recipe.estimators_and_losses import ESTIMATORS, LOSSES
+from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import LossSection
-from sensorium.recipe.traits import ESTIMATORS, LOSSES
 from sensorium.vocabulary.score import LARGEST
 from tests.algorithms.batches import Batch, of_rewards
 from tests.algorithms.updates import Token, slopes, whole

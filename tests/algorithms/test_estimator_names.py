@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sensorium.algorithms.advantages import Episodes
-from sensorium.recipe.names import NAMES, resolve
+from sensorium.recipe.estimators_and_losses import ESTIMATORS
+from sensorium.recipe.registry import NAMES, resolve
 from sensorium.recipe.schema import AdvantageSection
-from sensorium.recipe.traits import ESTIMATORS
 from tests.algorithms.batches import of_rewards
 from tests.algorithms.test_spans import SETTINGS, estimate
 

@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sensorium.algorithms.aggregation import sequence_weights
-from sensorium.recipe.names import resolve, table
+from sensorium.recipe.estimators_and_losses import LOSSES
+from sensorium.recipe.registry import resolve, table
 from sensorium.recipe.schema import LossSection
-from sensorium.recipe.traits import LOSSES
 from tests.algorithms.updates import Token, Update, counts, cuts, flat, part, slopes, updates, whole
 
 AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")

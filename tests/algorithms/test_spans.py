@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.algorithms.advantages import Credit, Episodes
-from sensorium.recipe.names import NAMES, resolve
-from sensorium.recipe.traits import estimator_traits
+from sensorium.recipe.estimators_and_losses import estimator_traits
+from sensorium.recipe.registry import NAMES, resolve
 from tests.algorithms.batches import Batch, Span, batches, of_rewards
 
 SETTINGS = {"std": True, "leave_one_out": False, "gamma": 0.9, "lam": 0.8, "turn_gamma": 0.7, "turn_lam": 0.6}

@@ -10,7 +10,7 @@ from PIL import Image
 
 import sensorium as sn
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.recipe.names import _passed
+from sensorium.recipe.registry import _passed
 from sensorium.vocabulary import Message, system, user
 from tests.api.small import PARITY, small_recipe
 

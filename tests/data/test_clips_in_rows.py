@@ -17,7 +17,7 @@ from sensorium.data.message_parsing import Place, fill_placeholders
 from sensorium.data.rows import HubRows, JsonlRows, ParquetRows
 from sensorium.data.sound import encode_wav
 from sensorium.data.video import DecodedVideo
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Media, Text, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError

@@ -16,7 +16,7 @@ from sensorium.data.mixture import table_columns
 from sensorium.data.sound import DecodedAudio
 from sensorium.data.video import DecodedVideo
 from sensorium.evaluation.evaluate import summarize
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.systems.audio_visual.generated import make_daily_omni
 from sensorium.systems.audio_visual.sources import COLUMNS, LETTER, DailyOmni, lettered
 from sensorium.vocabulary import Episode, Group, Score, Status

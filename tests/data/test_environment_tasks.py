@@ -12,7 +12,7 @@ from sensorium.data import environment_tasks
 from sensorium.data.environment_tasks import EnvironmentTasks, side
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.frozen_lake import FrozenLake
-from sensorium.recipe.names import NAMES, build
+from sensorium.recipe.registry import NAMES, build
 from sensorium.vocabulary.errors import RecipeError, TaskError
 
 pytest.importorskip("gymnasium")

@@ -15,7 +15,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream
 from sensorium.data.sound import DecodedAudio
 from sensorium.data.video import DecodedVideo
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.systems.audio_visual.generated import make_intent
 from sensorium.systems.audio_visual.sources import Intent
 from sensorium.vocabulary.content import Text

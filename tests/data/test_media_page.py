@@ -13,7 +13,7 @@ from sensorium.data.row_format import layout_of
 from sensorium.data.rows import JsonlRows
 from sensorium.data.sound import encode_wav
 from sensorium.models.encoding import COUNTS
-from sensorium.recipe.names import wrong_options
+from sensorium.recipe.registry import wrong_options
 from sensorium.recipe.schema import MediaSection
 from sensorium.vocabulary.decoding import MIDDLE, AudioParameters, FrameRule, VideoParameters
 from tests.data.clips import numbered, tone

@@ -16,7 +16,7 @@ from sensorium.data.message_parsing import Place, fill_placeholders, messages_of
 from sensorium.data.mixture import TaskStream
 from sensorium.data.pictures import encode_png
 from sensorium.data.rows import JsonlRows, ParquetRows
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Media, Text, assistant, system, user
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 from sensorium.vocabulary.task import EnvironmentSpec

@@ -12,7 +12,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream
 from sensorium.data.pictures import encode_png
 from sensorium.data.planner import CausalHistory, GroupOutcome, parse_memory
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.systems.taskmem.memory_clips import MemoryClips
 from sensorium.systems.taskmem.memory_rows import MARK, TaskMemRows
 from sensorium.vocabulary.errors import TaskError

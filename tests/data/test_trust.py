@@ -17,7 +17,7 @@ from sensorium.data.mixture import each_once
 from sensorium.data.pictures import encode_png
 from sensorium.data.rows import HubRows, JsonlRows, ParquetRows, content_digest
 from sensorium.recipe.load import parse_recipe
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 from sensorium.systems.audio_visual import sources
 from sensorium.systems.audio_visual.sources import unpack_once
 from sensorium.vocabulary.errors import DataChanged, MediaError, RecipeError, TaskError

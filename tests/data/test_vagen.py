@@ -17,7 +17,7 @@ from sensorium.envs.ai2thor import ThorNavigation
 from sensorium.envs.frozen_lake import FrozenLake
 from sensorium.envs.sokoban import Sokoban
 from sensorium.envs.svg import SvgDrawing
-from sensorium.recipe.names import wrong_options
+from sensorium.recipe.registry import wrong_options
 from sensorium.systems.vagen.settings import LEGACY, environment_of, seeds_of
 from sensorium.systems.vagen.tasks import VagenTasks
 from sensorium.vocabulary.errors import RecipeError, TaskError

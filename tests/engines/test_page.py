@@ -8,7 +8,7 @@ import pytest
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.process.parent import ProcessEngine
 from sensorium.engines.vllm.vllm_engine import VllmEngine
-from sensorium.recipe.names import parameters_of
+from sensorium.recipe.registry import parameters_of
 from studies.pages import follow
 
 PAGE = Path(__file__).parents[2] / "docs/guides/engines.md"

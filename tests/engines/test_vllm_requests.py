@@ -27,7 +27,7 @@ from sensorium.engines.vllm.recipe_checks import check_arguments, installed_vers
 from sensorium.engines.vllm.vllm_engine import OneKindAtATime, backend_of
 from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
-from sensorium.recipe.names import wrong_options
+from sensorium.recipe.registry import wrong_options
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EngineError, EngineLost, RecipeError, SpanMismatch

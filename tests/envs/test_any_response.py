@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import StepResult
-from sensorium.recipe.names import build, parameters_of, resolve, table
+from sensorium.recipe.registry import build, parameters_of, resolve, table
 from sensorium.rollout.live import checked_step
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sensorium.evaluation.evaluate import summarize
 from sensorium.evaluation.summary import row_of, sample_from, sample_of
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.rewards.scorer import Scorer, score_groups
 from sensorium.vocabulary import Episode, Group, Score, Status, Task
 from tests.evaluation.made import episode, group

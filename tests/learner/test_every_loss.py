@@ -12,6 +12,7 @@ from sensorium.algorithms.losses import TokenLoss, Tokens
 from sensorium.data.media_store import MediaStore
 from sensorium.learner.update import corrections
 from sensorium.models.policy import FrozenCopy, Policy
+from sensorium.recipe.estimators_and_losses import LOSSES
 from sensorium.recipe.schema import (
     AlgorithmSection,
     BatchSection,
@@ -20,7 +21,6 @@ from sensorium.recipe.schema import (
     LossSection,
     OptimizerSection,
 )
-from sensorium.recipe.traits import LOSSES
 
 from .played import Groups, Player, make_learner, open_policy
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from sensorium.learner.update import SUPERVISED, Objective
+from sensorium.recipe.estimators_and_losses import LOSSES
 from sensorium.recipe.schema import AlgorithmSection, LossSection
-from sensorium.recipe.traits import LOSSES
 
 SILENT, LOUD = SimpleNamespace(silent=True), SimpleNamespace(silent=False)
 

@@ -17,7 +17,7 @@ from sensorium.models.load import find_device, load_policy
 from sensorium.models.load_chat import family_of
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.family_facts import FAMILIES
-from sensorium.recipe.names import register, table
+from sensorium.recipe.registry import register, table
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import ModelError

@@ -10,7 +10,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.families.qwen2_5_vl import WRITTEN_TOKENS
 from sensorium.models.policy import Policy
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 from sensorium.vocabulary.content import Message, assistant, user
 
 from .clips import clip, noise, tone

@@ -8,7 +8,7 @@ import torch
 from sensorium.data.media_store import MediaStore
 from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.prepared_media import Extent
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 
 from .published import meta_config, published_processor
 

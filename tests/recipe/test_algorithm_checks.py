@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.algorithm_checks import algorithm_problems, cautions
+from sensorium.recipe.estimators_and_losses import CLIP, ESTIMATORS, LOSSES, LossTraits
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.schema import CriticSection, LossSection, Recipe
-from sensorium.recipe.traits import CLIP, ESTIMATORS, LOSSES, LossTraits
 from sensorium.recipe.yaml import read_yaml
 
 TERMS = [{"name": "exact"}, {"name": "format", "weight": 0.2}]

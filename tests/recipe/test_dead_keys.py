@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import sensorium
-from sensorium.recipe.names import resolve, table
+from sensorium.recipe.registry import resolve, table
 from sensorium.recipe.schema import Recipe, Section
 
 PACKAGE = Path(sensorium.__file__).parent

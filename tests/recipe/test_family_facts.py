@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.recipe.family_facts import FAMILIES, FamilyFacts, is_unloaded
-from sensorium.recipe.names import NAMES, register
+from sensorium.recipe.registry import NAMES, register
 from sensorium.recipe.shape import count_parameters, tiny_config, tower_tensors
 
 

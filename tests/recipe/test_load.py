@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sensorium.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
 from sensorium.recipe.load import shipped_recipes
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 from sensorium.recipe.yaml import read_yaml
 from sensorium.vocabulary.errors import RecipeError
 

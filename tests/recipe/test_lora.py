@@ -53,7 +53,7 @@ def test_adapters_are_counted_from_files_and_config_as_they_are_made(
     import transformers
 
     from sensorium.models.lora import linear_layers
-    from sensorium.recipe.names import resolve
+    from sensorium.recipe.registry import resolve
 
     config = json.loads((path / "config.json").read_text())
     groups = resolve("family", family).groups

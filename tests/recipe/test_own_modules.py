@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.recipe.names import FILE, look_where_found, own_modules, refuse_loaded_elsewhere
+from sensorium.recipe.registry import FILE, look_where_found, own_modules, refuse_loaded_elsewhere
 from sensorium.vocabulary.errors import RecipeError
 
 RECIPE = {"rewards": {"terms": [{"name": "paid_lately:brevity"}]}}

@@ -82,7 +82,7 @@ def test_parameters_are_counted_from_disk_and_from_the_config_alike(tmp_path: Pa
     assert (shape.parameters["audio"] > 0) == ("audio_config" in config)
     assert shape.family == family
     from sensorium.models.family import group_of
-    from sensorium.recipe.names import resolve
+    from sensorium.recipe.registry import resolve
 
     groups = resolve("family", family).groups
     counted = dict.fromkeys(shape.parameters, 0)

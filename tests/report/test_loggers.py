@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.recipe.schema import LoggingSection
 from sensorium.report.watcher import RunStart
 from sensorium.trainer.run import train

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.rewards.terms import Box, BoxGIoU, BoxIoU, giou, iou, last_box
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, TaskError

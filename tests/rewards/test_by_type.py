@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.systems.audio_visual.by_type import COMPARE, AccuracyByType, Unfit, multi_label, regression, word_error_rate
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError, TaskError

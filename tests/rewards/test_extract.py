@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.rewards.reward_term import ComparingTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.episode import Episode, Segment, Status, Thread, Turn

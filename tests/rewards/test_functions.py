@@ -12,7 +12,7 @@ import torch
 
 import sensorium as sn
 from sensorium.data.media_store import MediaStore
-from sensorium.recipe.names import wrong_options
+from sensorium.recipe.registry import wrong_options
 from sensorium.rewards.functions import as_term, build_term
 from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scorer

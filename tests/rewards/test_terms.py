@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.rewards.reward_term import ComparingTerm, RewardTerm, boxed, tagged
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.terms import (

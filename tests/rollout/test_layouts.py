@@ -12,8 +12,8 @@ from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.learner.credited_episode import Assessment, find_positions
 from sensorium.models.policy import Policy
+from sensorium.recipe.estimators_and_losses import ESTIMATORS
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, RolloutSection
-from sensorium.recipe.traits import ESTIMATORS
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.terms import EnvironmentReward
 from sensorium.rollout.play import Attempt, Rollout

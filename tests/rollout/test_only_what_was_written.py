@@ -9,7 +9,7 @@ from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.models.policy import Policy
-from sensorium.recipe.names import build, plays_for_anybody, resolve, table
+from sensorium.recipe.registry import build, plays_for_anybody, resolve, table
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.play import Attempt, Rollout

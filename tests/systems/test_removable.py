@@ -60,7 +60,7 @@ def attempt(call):
 asked = json.loads(sys.argv[1])
 found = {"dry_run": run("train", "shapes", "--dry-run")}
 from sensorium.recipe.load import load_recipe, shipped_recipes
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 from sensorium.services.environment_service import make_app
 from sensorium.services.sessions import SessionTable, usual_offers
 from sensorium.systems.migration.recognition import migrate

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sensorium.recipe.estimators_and_losses import ESTIMATORS
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection
-from sensorium.recipe.traits import ESTIMATORS
 from sensorium.trainer.credit import credit, groups_with_signal
 from sensorium.vocabulary import Episode, Group, Score
 

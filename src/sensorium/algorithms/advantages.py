@@ -9,7 +9,7 @@ from torch import Tensor
 
 # An estimator is a function of ``Episodes`` and its settings that returns ``Credit``: a value for every position. It
 # works in float64 and knows nothing of models, packing or rewards' names; what it needs beyond rewards (a critic's
-# values, greedy rewards) is said in ``recipe.traits``.
+# values, greedy rewards) is said in ``recipe.estimators_and_losses``.
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from sensorium.api.run import Run
 from sensorium.data.rows import PassedRows, digest_of
 from sensorium.recipe.load import check_recipe, drop_other_end, read_recipe
-from sensorium.recipe.names import SCHEME, importable_name, own_name, pass_object
+from sensorium.recipe.registry import SCHEME, importable_name, own_name, pass_object
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import Path as Place
 from sensorium.vocabulary.errors import RecipeError
@@ -140,7 +140,7 @@ class _Names:
     def _reward(self, thing: Any) -> Any:
         if thing is None or isinstance(thing, str):
             return thing
-        from sensorium.recipe.names import reward_style
+        from sensorium.recipe.registry import reward_style
         from sensorium.rewards.functions import as_term
 
         importable = self._importable(thing)

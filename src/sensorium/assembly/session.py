@@ -20,7 +20,7 @@ from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.envs.protocol import Environment
 from sensorium.kernels.compile_time import count_triton
 from sensorium.models.policy import Policy
-from sensorium.recipe.names import build, resolve
+from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
 from sensorium.rewards.functions import build_term
 from sensorium.rewards.judges.client import JudgeClient

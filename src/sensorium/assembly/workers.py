@@ -21,7 +21,7 @@ from sensorium.envs.protocol import Environment
 from sensorium.envs.remote.client import EnvironmentClient, PlacedEnvironment, Server
 from sensorium.models.policy import Policy
 from sensorium.recipe.checks import OWN_WEIGHTS, engine_gpus, ray_needs
-from sensorium.recipe.names import build, needs_a_row, parameters_of, resolve
+from sensorium.recipe.registry import build, needs_a_row, parameters_of, resolve
 from sensorium.recipe.schema import Recipe
 from sensorium.rewards.placed import MODULE, placeable, placed_term
 from sensorium.rewards.scorer import Scorer

@@ -19,8 +19,8 @@ from sensorium.data.planner import make_planner, without_history
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, computing_notes, gpus_seen
 from sensorium.recipe.load import dump_recipe
-from sensorium.recipe.names import build, resolve, table, wrong_options
 from sensorium.recipe.plan import TOWER, Plan, for_tasks, make_plan
+from sensorium.recipe.registry import build, resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.recipe.shape import IncompleteConfig, is_ours
 from sensorium.report.tables import disk_note, plan_table

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from sensorium import __version__
 from sensorium.cluster.event_loop import interrupt_here
-from sensorium.recipe.names import import_system
+from sensorium.recipe.registry import import_system
 from sensorium.report.terminal import Terminal, guard_streams
 from sensorium.runs.durable import cannot_write, full_disk_error
 from sensorium.vocabulary.errors import SensoriumError, nearest

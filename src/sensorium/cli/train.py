@@ -10,7 +10,7 @@ import yaml
 from sensorium.cli.dry_run import show_dry_run, show_plan
 from sensorium.data.mixture import resolve_epochs
 from sensorium.recipe.load import load_recipe, shipped_recipes
-from sensorium.recipe.names import import_system
+from sensorium.recipe.registry import import_system
 from sensorium.recipe.schema import Recipe
 from sensorium.report.terminal import Terminal, say
 from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken

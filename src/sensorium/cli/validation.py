@@ -21,7 +21,7 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_path import may_be_hub_id
 from sensorium.models.load_chat import load_chat_processor, load_stand_in
 from sensorium.recipe.family_facts import FAMILIES
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import Recipe, RolloutSection, SourceSection
 from sensorium.rewards.judge_terms import NO_CLIENT
 from sensorium.rewards.scorer import Scorer

@@ -18,7 +18,7 @@ from sensorium.cluster.pool import WorkerFailure, WorkerPool
 from sensorium.data.media_files import read_bytes
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import stable_hash
-from sensorium.recipe.names import build, needs_a_row, resolve, wrong_options
+from sensorium.recipe.registry import build, needs_a_row, resolve, wrong_options
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, nearest
 from sensorium.vocabulary.plain import attempt, words

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.load import check_recipe
-from sensorium.recipe.names import build, resolve
+from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.vocabulary.errors import MediaError, PromptTooLong, RecipeError, SensoriumError, TaskError
 from sensorium.vocabulary.plain import words

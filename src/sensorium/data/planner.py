@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from sensorium.data.lru import LRU
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import BoundedPlanner, SkippedRow, TaskSource, TaskStream, stable_hash, with_way_out
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.recipe.schema import PlannerSection
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError
 from sensorium.vocabulary.plain import words

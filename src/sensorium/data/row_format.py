@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from sensorium.data.message_parsing import Place, fill_placeholders, messages_of, put_first
-from sensorium.recipe.names import check, resolve, table, wrong_options
+from sensorium.recipe.registry import check, resolve, table, wrong_options
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.plain import strict_json, words

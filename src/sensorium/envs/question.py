@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.content import key_of
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 from sensorium.vocabulary.task import Task

@@ -31,7 +31,7 @@ from sensorium.envs.actions import (
 )
 from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.svg_renderer import Pixels, SvgRefused, centred, checked, draw, refuse_missing, svg_in
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Media, Message, system
 from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, RecipeError
 from sensorium.vocabulary.task import Task

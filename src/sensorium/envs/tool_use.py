@@ -167,7 +167,7 @@ def _refuse_constant(name: str) -> float:
 
 def build_tools(named: Sequence[str | Mapping[str, Any]], where: str) -> list[Tool]:
     """Tools by name, or {name, options}; ``{mcp: {…}}`` stands for all tools of a server."""
-    from sensorium.recipe.names import build
+    from sensorium.recipe.registry import build
 
     tools: list[Tool] = []
     for place, item in enumerate(named):

@@ -11,6 +11,7 @@ from sensorium.forecast.costs import Costs, Push, StepWork, costs_of, work_of
 from sensorium.forecast.machine import Kind, assumed, calibration, kind_named, machine, planned_shape
 from sensorium.forecast.memory import GpuMemory, engine_memory, fitting_memory, rank_memory, with_checkpointing
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
+from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.plan import (
     BYTES,
     GIB,
@@ -23,7 +24,6 @@ from sensorium.recipe.plan import (
 )
 from sensorium.recipe.schema import Recipe, ScheduleSection
 from sensorium.recipe.shape import ModelShape
-from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 

@@ -3,7 +3,7 @@
 Example. ``algorithm.loss: {name: clip, clip_low: 0.2, clip_high: 0.28, entropy_coef: 0.01}`` gives
 
     objective.loss          the function ``clip`` with the settings it takes: clip_low, clip_high, dual_clip
-    objective.aggregation   the recipe's, or what the loss's line in ``recipe/traits.py`` says where that is ``auto``
+    objective.aggregation   the recipe's; where that is ``auto``, the loss's own (``recipe/estimators_and_losses.py``)
     objective.idles(batch)  False: the entropy bonus gives every token a gradient, also where all advantages are 0
 """
 
@@ -38,9 +38,9 @@ from sensorium.learner.optimizer import Optimizer
 from sensorium.learner.packing import MicroBatch, Packing
 from sensorium.learner.team import ALONE, Team
 from sensorium.models.policy import Policy
-from sensorium.recipe.names import resolve
+from sensorium.recipe.estimators_and_losses import loss_traits
+from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import AlgorithmSection, CorrectionSection
-from sensorium.recipe.traits import loss_traits
 from sensorium.vocabulary.errors import NonFiniteUpdate
 
 LossFunction = Callable[[Tokens], TokenLoss]

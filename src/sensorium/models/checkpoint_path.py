@@ -30,7 +30,7 @@ from sensorium.models.policy import Policy
 from sensorium.models.quiet import quiet
 from sensorium.models.weight_files import INDEX, SINGLE
 from sensorium.recipe.family_facts import FAMILIES
-from sensorium.recipe.names import table
+from sensorium.recipe.registry import table
 from sensorium.recipe.shape import family_and_layers, is_ours
 from sensorium.vocabulary.errors import CheckpointError, ModelError, nearest
 

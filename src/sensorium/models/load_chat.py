@@ -15,7 +15,7 @@ from sensorium.models.checkpoint_path import find_checkpoint, find_weights, has_
 from sensorium.models.quiet import quiet
 from sensorium.models.tiny import take_published_sizes
 from sensorium.recipe.family_facts import FAMILIES
-from sensorium.recipe.names import resolve, table
+from sensorium.recipe.registry import resolve, table
 from sensorium.vocabulary.errors import ModelError
 
 ADAPTER_CONFIG = "adapter_config.json"  # where it exists, transformers silently loads adapters and their base model

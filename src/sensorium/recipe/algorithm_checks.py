@@ -5,9 +5,17 @@ A setting that the named estimator or loss does not take is refused when it diff
 
 from collections.abc import Iterator, Sequence
 
-from sensorium.recipe.names import PARAMETER_GROUPS
+from sensorium.recipe.estimators_and_losses import (
+    CLIP,
+    ESTIMATORS,
+    LOSSES,
+    PPO_CLIP,
+    estimator_traits,
+    loss_takes,
+    loss_traits,
+)
+from sensorium.recipe.registry import PARAMETER_GROUPS
 from sensorium.recipe.schema import CriticSection, Recipe, ScheduleSection, Section
-from sensorium.recipe.traits import CLIP, ESTIMATORS, LOSSES, PPO_CLIP, estimator_traits, loss_takes, loss_traits
 from sensorium.vocabulary.errors import nearest
 
 Problem = tuple[str, str]

@@ -1,6 +1,6 @@
 """The facts of a model family that need no torch: sizes, tokens and template of its tiny model, shapes of its towers.
 
-A family is one file, ``models/families/NAME.py``, and one line in ``recipe/names.py``. Its adapter class holds its
+A family is one file, ``models/families/NAME.py``, and one line in ``recipe/registry.py``. Its adapter class holds its
 ``FamilyFacts`` as ``facts``. That file imports neither torch nor transformers when it is imported, so the dry run reads
 the facts by the family's name::
 
@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from sensorium.recipe.names import resolve, table
+from sensorium.recipe.registry import resolve, table
 from sensorium.vocabulary.errors import ModelError
 
 Config = dict[str, Any]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from sensorium.recipe.checks import problems
-from sensorium.recipe.names import look_where_found
+from sensorium.recipe.registry import look_where_found
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import Path as Place
 from sensorium.recipe.yaml import dotted, read_yaml, write_yaml

@@ -22,10 +22,10 @@ from sensorium.recipe.activations import (
     tower_learns,
     tower_room,
 )
-from sensorium.recipe.names import table
+from sensorium.recipe.estimators_and_losses import estimator_traits
+from sensorium.recipe.registry import table
 from sensorium.recipe.schema import OptimizerSection, Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
-from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.task import Task
 
 MIB, GIB = 1 << 20, 1 << 30

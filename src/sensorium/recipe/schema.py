@@ -1,7 +1,7 @@
 """The sections of a recipe, each key with its description; docs/reference/recipe.md is generated from this file.
 
 Sections are frozen and refuse unknown keys. Names (families, sources, environments, terms, losses) are checked against
-``recipe.names`` before anything is built.
+``recipe.registry`` before anything is built.
 """
 
 from fractions import Fraction
@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from sensorium.recipe.traits import estimator_traits, loss_takes, loss_traits
+from sensorium.recipe.estimators_and_losses import estimator_traits, loss_takes, loss_traits
 from sensorium.vocabulary.secrets import holds_key
 
 
@@ -165,7 +165,7 @@ class OptimizerSection(Section):
 
 
 class AdvantageSection(Section):
-    """Which estimator turns rewards into advantages. ``recipe.traits`` says which of the settings it takes."""
+    """Which estimator turns rewards into advantages. ``recipe.estimators_and_losses`` lists the settings it takes."""
 
     name: str = Field(default="grpo", description="the estimator, or your own module:Name; docs/reference/algorithms.md")
     std: bool = Field(default=True, description="divide by the group's standard deviation (false: Dr.GRPO)")
@@ -178,7 +178,7 @@ class AdvantageSection(Section):
 
 
 class LossSection(Section):
-    """Which policy loss, and its settings. ``recipe.traits`` says which of them it takes."""
+    """Which policy loss, and its settings. ``recipe.estimators_and_losses`` says which of them it takes."""
 
     name: str = Field(default="clip", description="the loss, or your own module:Name; docs/reference/algorithms.md")
     clip_low: float | None = Field(default=None, ge=0, description="left out: as published with the loss")

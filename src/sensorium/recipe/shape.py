@@ -17,7 +17,7 @@ from typing import Any
 
 from sensorium.recipe import family_facts
 from sensorium.recipe.family_facts import FAMILIES, TEXT, FamilyFacts, Shapes, Sizes, group_by_name, is_unloaded
-from sensorium.recipe.names import PARAMETER_GROUPS
+from sensorium.recipe.registry import PARAMETER_GROUPS
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import RecipeError
 

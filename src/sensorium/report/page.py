@@ -14,9 +14,9 @@ from typing import Any, get_args
 from sensorium import __version__
 from sensorium.data.decoder import open_decoder
 from sensorium.data.media_store import MediaStore
+from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.plan import placed_by, placed_processes, section_name
 from sensorium.recipe.schema import MediaSection
-from sensorium.recipe.traits import estimator_traits
 from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.report.album import Album
 from sensorium.report.cards import Kind, compare_evaluations, comparison_card, group_card, training_groups

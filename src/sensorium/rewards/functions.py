@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, isawaitable
 from typing import Any
 
-from sensorium.recipe.names import (
+from sensorium.recipe.registry import (
     Style,
     build,
     function_parameters,

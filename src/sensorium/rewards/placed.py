@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sensorium.cluster.placed_workers import PlacedWorkers
-from sensorium.recipe.names import resolve, takes_context
+from sensorium.recipe.registry import resolve, takes_context
 from sensorium.recipe.schema import RewardsSection
 from sensorium.rewards.reward_term import ComparingTerm, Term
 from sensorium.rewards.scorer import judgement_keys, judges_groups

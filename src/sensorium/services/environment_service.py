@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sensorium import __version__
 from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
-from sensorium.recipe.names import resolve
-from sensorium.recipe.names import table as names_of
+from sensorium.recipe.registry import resolve
+from sensorium.recipe.registry import table as names_of
 from sensorium.services.application import BodyLimit, Refusal, Whole, make_application, sweep
 from sensorium.services.sessions import MAX_ID, SessionTable, seed_of
 from sensorium.vocabulary.content import Media

@@ -13,7 +13,7 @@ from sensorium.cluster.channel import own_address
 from sensorium.cluster.placed_workers import Answer, serve
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.wire import MOST_BYTES
-from sensorium.recipe.names import wrong_options
+from sensorium.recipe.registry import wrong_options
 from sensorium.services.environment_service import make_app
 from sensorium.services.sessions import Offers, SessionTable
 from sensorium.vocabulary.errors import RecipeError

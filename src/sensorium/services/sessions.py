@@ -28,7 +28,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.content import PLACEHOLDER
 from sensorium.envs.protocol import Environment
 from sensorium.envs.remote.wire import Json, reset_to_json, step_to_json
-from sensorium.recipe.names import (
+from sensorium.recipe.registry import (
     build,
     closed_options,
     needs_a_row,

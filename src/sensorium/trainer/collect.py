@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from sensorium.assembly.session import Session, sampling_of
 from sensorium.data.mixture import SkippedRow
 from sensorium.engines.protocol import Sampling
+from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.traits import estimator_traits
 from sensorium.report.watcher import Watcher
 from sensorium.rewards.scorer import GroupScoring
 from sensorium.rollout.play import CANCELLED, Attempt, Deadlines, EarlyStop

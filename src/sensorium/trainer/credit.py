@@ -15,9 +15,9 @@ from torch import Tensor
 from sensorium.algorithms import kl
 from sensorium.algorithms.advantages import Credit, Episodes, SpanScores, TermScores, optimize_threshold
 from sensorium.learner.credited_episode import Assessment, CreditedEpisode, CriticValues, Positions, find_positions
-from sensorium.recipe.names import resolve
+from sensorium.recipe.estimators_and_losses import estimator_traits
+from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
-from sensorium.recipe.traits import estimator_traits
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status
 from sensorium.vocabulary.score import Score
 

@@ -23,7 +23,7 @@ from sensorium.kernels.compile_time import take_untold_seconds
 from sensorium.kernels.fallbacks import given_up
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.learner_protocol import RunLearner
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.play import CANCELLED, Attempt

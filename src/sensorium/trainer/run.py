@@ -29,8 +29,8 @@ from sensorium.data.planner import make_planner
 from sensorium.evaluation.evaluate import Variant, measure
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, context_note
-from sensorium.recipe.names import build
 from sensorium.recipe.plan import for_tasks, make_plan, placed_processes
+from sensorium.recipe.registry import build
 from sensorium.recipe.schema import Recipe
 from sensorium.report.page import write_report
 from sensorium.report.tables import disk_note

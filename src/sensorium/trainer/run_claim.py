@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.load import dump_recipe, load_recipe
-from sensorium.recipe.names import own_modules, refuse_loaded_elsewhere
+from sensorium.recipe.registry import own_modules, refuse_loaded_elsewhere
 from sensorium.recipe.schema import EngineSection, Recipe
-from sensorium.recipe.traits import estimator_traits
 from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken
 from sensorium.runs.durable import read_rows, write_whole
 from sensorium.runs.run_directory import RunDirectory

@@ -12,7 +12,7 @@ from PIL import Image
 from sensorium.data.media_store import MediaStore
 from sensorium.envs import navigation
 from sensorium.envs.navigation import Pose, Scene, Thing
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 

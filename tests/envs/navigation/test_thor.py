@@ -15,7 +15,7 @@ import pytest
 from sensorium.data.environment_tasks import EnvironmentTasks
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.ai2thor import MOVES, TURNS
-from sensorium.recipe.names import build, plays_for_anybody, resolve
+from sensorium.recipe.registry import build, plays_for_anybody, resolve
 from sensorium.services.sessions import Offer, Offers, SessionTable
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 

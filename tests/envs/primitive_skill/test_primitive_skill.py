@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sensorium.data.environment_tasks import EnvironmentTasks
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.primitive_skill import Skill, skills_in
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 

@@ -21,7 +21,7 @@ from sensorium.envs.shipped_tools import Calculator, Crop
 from sensorium.envs.tool_use import Toolbox, ToolContext, ToolSpec, ToolUse, write_call
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.names import build
+from sensorium.recipe.registry import build
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.vocabulary import EnvironmentSpec, Status, Task

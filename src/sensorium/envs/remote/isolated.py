@@ -30,7 +30,7 @@ from sensorium.envs.remote.wire import (
     step_to_json,
     unpack,
 )
-from sensorium.recipe.names import build, resolve
+from sensorium.recipe.registry import build, resolve
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import EnvironmentFailure, SensoriumError
 from sensorium.vocabulary.plain import words

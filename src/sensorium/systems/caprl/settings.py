@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.names import wrong_options
+from sensorium.recipe.registry import wrong_options
 from sensorium.recipe.schema import Recipe, RolloutSection
 from sensorium.systems.migration import verl
 from sensorium.systems.migration.outcomes import (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from sensorium.recipe.traits import loss_takes
+from sensorium.recipe.estimators_and_losses import loss_takes
 from sensorium.systems.migration.outcomes import (
     ADAMW,
     CLUSTER,

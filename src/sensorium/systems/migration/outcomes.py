@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from sensorium.recipe.estimators_and_losses import estimator_traits, loss_takes, loss_traits
 from sensorium.recipe.load import check_recipe, read_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.traits import estimator_traits, loss_takes, loss_traits
 from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.vocabulary.errors import RecipeError, nearest
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from sensorium.recipe.names import import_system
+from sensorium.recipe.registry import import_system
 from sensorium.recipe.yaml import read_yaml
 from sensorium.systems.migration.outcomes import Migration, Outcome, Setting, parsed
 from sensorium.systems.migration.shell import Command, Script

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sensorium.recipe.names import import_system, wrong_options
-from sensorium.recipe.traits import estimator_traits
+from sensorium.recipe.estimators_and_losses import estimator_traits
+from sensorium.recipe.registry import import_system, wrong_options
 from sensorium.systems.migration.outcomes import (
     ADAMW,
     DROP,

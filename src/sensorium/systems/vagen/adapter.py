@@ -10,7 +10,7 @@ from typing import Any
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.content import PLACEHOLDER, awaited, key_of, picture, success_of, with_placeholders
 from sensorium.envs.protocol import Observation, StepResult
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 from sensorium.vocabulary.content import Block, Message
 from sensorium.vocabulary.errors import EnvironmentFailure
 from sensorium.vocabulary.plain import json_of, number_of

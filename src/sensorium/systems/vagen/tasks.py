@@ -17,7 +17,7 @@ from sensorium.data.environment_tasks import EnvironmentTasks
 from sensorium.data.media_files import open_regular
 from sensorium.data.media_store import MediaStore
 from sensorium.data.rows import content_digest
-from sensorium.recipe.names import check, closed_options, parameters_of, plays_for_anybody, resolve, table, wrong_options
+from sensorium.recipe.registry import check, closed_options, parameters_of, plays_for_anybody, resolve, table, wrong_options
 from sensorium.systems.vagen.settings import entry_name, environment_of, seeds_of, without_client
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
 from sensorium.vocabulary.task import EnvironmentSpec, Task

@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 from sensorium.data.planner import parse_facts, parse_memory
 from sensorium.evaluation.summary import Z95
-from sensorium.recipe.traits import estimator_traits
+from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.report.terminal import visible
 from sensorium.rewards.reward_term import tagged
 from sensorium.runs.metrics import Finding

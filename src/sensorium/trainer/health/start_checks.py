@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from sensorium.recipe.names import resolve
+from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import Recipe
 from sensorium.trainer.health.rules import LARGEST_RATE
 from sensorium.vocabulary.errors import TaskError

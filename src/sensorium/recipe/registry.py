@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
-from sensorium.recipe.traits import ESTIMATORS, LOSSES, EstimatorTraits, LossTraits
+from sensorium.recipe.estimators_and_losses import ESTIMATORS, LOSSES, EstimatorTraits, LossTraits
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 FILE = "modules.json"
