@@ -72,6 +72,20 @@ def test_a_key_of_verl_becomes_the_key_that_means_the_same(given_key: str) -> No
     assert (outcome.kind, outcome.text) == ("became", EXPECTED["verl"][given_key])
 
 
+def test_columns_are_those_of_every_file() -> None:
+    settings = [
+        Setting("data.train_files", ["a.parquet", "b.parquet"]),
+        Setting("data.val_files", ["c.parquet", "d.parquet"]),
+        Setting("data.image_key", "images"),
+        Setting("data.prompt_key", "question"),
+    ]
+    recipe = migrate_verl(settings, "", "x").recipe
+    sources = [*recipe.tasks.train, *recipe.tasks.evaluate]
+    assert [source.options["path"] for source in sources] == [f"{name}.parquet" for name in "abcd"]
+    assert [source.options["columns"]["pictures"] for source in sources] == ["images"] * 4
+    assert [source.options["columns"]["prompt"] for source in sources] == ["question"] * 4
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in GIVEN.iterdir() if path.suffix == ".sh"))
 def test_no_key_is_lost(name: str) -> None:
     text = re.sub(r"#.*", "", (GIVEN / name).read_text())

@@ -25,7 +25,8 @@ class Plain:
     def step(self, response: str) -> Any:
         return StepResult(Observation((user("picture"),)), reward=0.5, info={"said": response})
 
-    def close(self) -> None: ...
+    def close(self) -> Any:
+        self.closed = True
 
 
 class Later(Plain):
@@ -35,14 +36,17 @@ class Later(Plain):
     async def step(self, response: str) -> Any:
         return super().step(response)
 
+    async def close(self) -> Any:
+        super().close()
+
 
 @pytest.mark.parametrize("environment", [Plain(), Later()], ids=["plain", "async"])
 def test_what_an_environment_shows_is_blanked_and_what_it_pays_is_not(environment: Any) -> None:
     blanked = _Blanked(environment, Veil())  # type: ignore[arg-type]
     assert blanked.instant is False
 
-    async def call(method: Any, argument: Any) -> Any:
-        returned = method(argument)
+    async def call(method: Any, *arguments: Any) -> Any:
+        returned = method(*arguments)
         return await returned if asyncio.iscoroutine(returned) else returned
 
     head, observation = asyncio.run(call(blanked.reset, 0))
@@ -50,6 +54,8 @@ def test_what_an_environment_shows_is_blanked_and_what_it_pays_is_not(environmen
     assert [message.text for message in (*head, *observation.messages)] == ["blank", "blank"]
     assert result.observation.messages[0].text == "blank"
     assert (result.reward, result.info) == (0.5, {"said": "left"})
+    asyncio.run(call(blanked.close))
+    assert environment.closed
 
 
 @pytest.mark.parametrize(("correct", "measure", "shown"), [(True, "accuracy", 1.0), (None, "mean reward", -0.25)])

@@ -188,8 +188,11 @@ def _files(side: str) -> Rule:
 def _column(part: str, default: str) -> Rule:
     def rule(sheet: Sheet, setting: Setting) -> Rule:
         if "columns" in sheet.at("tasks.train.0.options", {}):
-            sides = [side for side in ("train", "evaluate") if sheet.at(f"tasks.{side}.0.options.columns") is not None]
-            return {f"tasks.{side}.0.options.columns.{part}": setting.value for side in sides}
+            rows = [
+                f"tasks.{side}.{i}" for side in ("train", "evaluate") for i in range(len(sheet.at(f"tasks.{side}", [])))
+            ]
+            named = [row for row in rows if sheet.at(f"{row}.options.columns") is not None]
+            return {f"{row}.options.columns.{part}": setting.value for row in named}
         source = sheet.at("tasks.train.0.source")
         if setting.value == default:
             return no_effect(f"the source {source} reads this column")

@@ -107,8 +107,8 @@ class _Blanked:
     def demonstrate(self) -> str:
         return self.inner.demonstrate()
 
-    def close(self) -> None:
-        self.inner.close()
+    def close(self) -> Any:
+        return self.inner.close()  # a coroutine where it is async
 
 
 def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
