@@ -114,6 +114,21 @@ def test_unreadable_rows_and_pictures_are_errors_that_name_each(tmp_path: Path) 
         assert bad in told.found
 
 
+def test_a_placeholder_without_a_column_for_its_medium_is_a_warning_that_names_the_rows(tmp_path: Path) -> None:
+    asked = [{"prompt": text, "answer": "A"} for text in ("<image>What?", "Which?", "What is <image> and <video>?")]
+    source = rows(tmp_path / "rows.jsonl", *asked)
+    rewards = {"terms": [{"name": "exact"}]}
+    found = findings(tasks={"train": source}, rewards=rewards)
+    picture, video = (found[f"tasks.train.0 placeholder {tag}"] for tag in ("<image>", "<video>"))
+    assert (picture.level, video.level) == ("warning", "warning")
+    assert "columns: {pictures: COLUMN}" in picture.found
+    assert [f"rows.jsonl:{line}" in picture.found for line in (1, 2, 3)] == [True, False, True]
+    assert [f"rows.jsonl:{line}" in video.found for line in (1, 2, 3)] == [False, False, True]
+    recipe = {"name": "a", "steps": 1, "model": {"path": "tiny:qwen3_vl"}, "tasks": {"train": source}, "rewards": rewards}
+    (note,) = [line for line in look_at(parse_recipe(json.dumps(recipe), "test")) if "pictures: COLUMN" in line]
+    assert "2 of 3 tasks" in note
+
+
 def test_every_clip_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     for i in range(20):
         (tmp_path / f"bad{i}.wav").write_bytes(b"no sound %d" % i)

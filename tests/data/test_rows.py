@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place, fill_placeholders, messages_of
+from sensorium.data.message_parsing import Place, fill_placeholders, literal_placeholders, messages_of
 from sensorium.data.mixture import TaskStream
 from sensorium.data.pictures import encode_png
 from sensorium.data.rows import JsonlRows, ParquetRows
 from sensorium.recipe.registry import build
-from sensorium.vocabulary.content import Media, Text, assistant, system, user
+from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
 from sensorium.vocabulary.task import EnvironmentSpec
 
@@ -332,6 +332,27 @@ def test_bad_rows_and_pictures_can_be_skipped_and_are_counted(jsonl: Callable[..
 
 
 PLAIN = st.text(max_size=12).filter(lambda text: "<" not in text and ">" not in text)
+
+
+PICTURE = Media("picture", "a" * 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "alone", "with_a_picture"),
+    [
+        ("<image>What is it?", ("<image>",), ()),
+        ("<video>\nWhat is it?", ("<video>",), ("<video>",)),
+        ("What is it? <audio>", ("<audio>",), ("<audio>",)),
+        ("What is in <video> here?", ("<video>",), ()),
+        ("<video src='a'></video> <audio>x</audio>", (), ()),
+        ("<img> and <images>", (), ()),
+    ],
+)
+def test_placeholders_without_their_medium_are_found(
+    text: str, alone: tuple[str, ...], with_a_picture: tuple[str, ...]
+) -> None:
+    assert literal_placeholders([user(text)]) == alone
+    assert literal_placeholders([Message("user", (PICTURE, Text(text)))]) == with_a_picture
 
 
 @given(st.lists(PLAIN, min_size=1, max_size=6))

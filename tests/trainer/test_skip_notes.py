@@ -74,6 +74,18 @@ def test_of_many_skipped_tasks_three_of_each_kind_are_named_and_the_others_only_
     assert len(found) == 8
 
 
+def test_a_placeholder_that_the_model_sees_as_text_is_noted_once(tmp_path: Path) -> None:
+    notes, path = Notes(), tmp_path / "tasks.jsonl"
+    path.write_text("\n".join([row("What?", "a"), row("<image>Where?", "b")]))
+    source = {"source": "jsonl", "options": {"path": str(path)}}
+    with suppress(NothingTrained):
+        tasks = {"train": [source], "evaluate": [source], "shuffle": False}
+        train(small(tmp_path / "run", steps=4, rollout={"max_new_tokens": 3}, tasks=tasks), watchers=[notes])
+    trained, held_out = sorted((text for text in notes.texts if "<image>" in text), reverse=True)
+    assert "tasks.train" in trained
+    assert "tasks.evaluate: 1 of 2 tasks, the first b" in held_out
+
+
 class Wordy:
     """Shows more than fits, which only playing it tells."""
 

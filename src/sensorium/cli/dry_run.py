@@ -16,6 +16,7 @@ from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unansw
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, TaskStream, a_few, bounded, make_sources
 from sensorium.data.planner import make_planner, without_history
+from sensorium.data.row_format import placeholder_notes
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, computing_notes, gpus_seen
 from sensorium.recipe.load import dump_recipe
@@ -246,6 +247,8 @@ def _look_at_sources(
                 if problem:
                     raise RecipeError(f"{at}, task {task.id}, environment option '{option}': {problem}")
         tasks_of_all += tasks
+        for _, ids, advice in placeholder_notes(tasks):
+            yield f"{at}: {len(ids)} of {len(tasks)} tasks looked at, the first {ids[0]}: {advice}."
         skipped = f"; {len(bad)} of them would be skipped, the first because: {bad[0]}" if bad else ""
         media = [item for task in tasks for message in task.messages for item in message.media]
         clips = _clips(media)

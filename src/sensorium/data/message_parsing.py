@@ -175,6 +175,25 @@ def put_first(messages: Sequence[Message], media: Mapping[MediaKind, Sequence[Me
     return (*messages[:-1], Message(messages[-1].role, (*first, *messages[-1].content)))
 
 
+def literal_placeholders(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Placeholders that go to the model as text, because the messages have no medium of their kind.
+
+    "<image>What is it?", without a picture                      → ("<image>",)
+    "<video>\\nWhat is it?", with a picture                      → ("<video>",)
+    "<video>a.mp4</video>": markup, which has an end tag         → ()
+    "What does the tag <video> do?", with a picture              → (): beside other media only at a line's start or end
+    """
+    held = {item.kind for message in messages for item in message.media}
+    texts = [message.text for message in messages]
+    found = []
+    for kind, tag in PLACEHOLDERS.items():
+        pattern = rf"^\s*{tag}|{tag}\s*$" if held else tag
+        marked = (text for text in texts if f"</{tag[1:]}" not in text)
+        if kind not in held and any(re.search(pattern, text, re.MULTILINE) for text in marked):
+            found.append(tag)
+    return tuple(found)
+
+
 def _message(raw: Any, item: str, place: Place) -> Message:
     if not isinstance(raw, Mapping):
         raise place.error(f"{item} must be an object with role and content, not {raw!r:.60}.")

@@ -1,11 +1,18 @@
 """How rows are laid out: as tasks with content blocks, or flat, with a mapping from a task's parts to columns."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from sensorium.data.message_parsing import Place, fill_placeholders, messages_of, put_first
+from sensorium.data.message_parsing import (
+    PLACEHOLDERS,
+    Place,
+    fill_placeholders,
+    literal_placeholders,
+    messages_of,
+    put_first,
+)
 from sensorium.recipe.registry import check, resolve, table, wrong_options
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text, system
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
@@ -188,6 +195,23 @@ def layout_of(
     for name, place in (environments or {}).items():
         check("environment", str(place), f"environments.{name}")
     return TaskRows(environments or {}, played_in)
+
+
+def placeholder_notes(tasks: Sequence[Task]) -> Iterator[tuple[str, list[str], str]]:
+    """Each placeholder that stays literal text, the ids of the tasks that have it, and what to change."""
+    found: dict[str, list[str]] = {}
+    for task in tasks:
+        for tag in literal_placeholders(task.messages):
+            found.setdefault(tag, []).append(task.id)
+    for part, kind in MEDIA.items():
+        tag = PLACEHOLDERS[kind]
+        if tag in found:
+            advice = (
+                f"the model sees {tag} as literal text, because no {kind} comes with these tasks. Name the column that "
+                f"holds them in the source's options, columns: {{{part}: COLUMN}}; a row that is a task has a block "
+                f"{{type: {tag[1:-1]}, path: FILE}} instead. If the text is meant as it is, nothing needs to change"
+            )
+            yield tag, found[tag], advice
 
 
 def _unknown(field: str) -> str:

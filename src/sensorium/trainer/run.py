@@ -26,6 +26,7 @@ from sensorium.cluster.event_loop import run_async
 from sensorium.cluster.ray_host import found_cluster
 from sensorium.data.mixture import a_few, each_once, make_sources, resolve_epochs
 from sensorium.data.planner import make_planner
+from sensorium.data.row_format import placeholder_notes
 from sensorium.evaluation.evaluate import Variant, measure
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, context_note
@@ -131,6 +132,8 @@ def open_trainer(
             (watcher.attention if note.startswith("ATTENTION") else watcher.noted)(note)
         if skipped:
             watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
+        for _, ids, advice in placeholder_notes(held_out):  # TaskLoader notes those of tasks.train
+            watcher.noted(f"tasks.evaluate: {len(ids)} of {len(held_out)} tasks, the first {ids[0]}: {advice}.")
         if not resume or notes:  # an unchanged resumed run has reported them
             long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
             beyond = context_note(recipe, plan.model) if plan.model is not None else ""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from sensorium.data.mixture import SkippedRow, TaskSource, none_left, with_way_out
 from sensorium.data.planner import GroupOutcome, PlannedTasks, Planner
+from sensorium.data.row_format import placeholder_notes
 from sensorium.learner.saved_state import not_plain
 from sensorium.recipe.schema import RolloutSection, TasksSection
 from sensorium.rewards.scorer import task_digest
@@ -147,6 +148,7 @@ class TaskLoader:
         whole_pass = getattr(planner, "whole_pass", None)
         self._most_skipped = min(SKIPPED_AT_ONCE, whole_pass()) if callable(whole_pass) else SKIPPED_AT_ONCE
         self._noted, self._turns = noted, self._planner_turns()
+        self._literal: set[str] = set()  # placeholders without a medium that were noted
         self._planner_state()  # one that cannot be saved is refused now, not at the first checkpoint
 
     @property
@@ -164,6 +166,7 @@ class TaskLoader:
             self.drawn += len(drawn.tasks) + len(drawn.skipped)
             self._note_passed_rows()
             fitting, unfit = await self.fitting(drawn.tasks)
+            self._note_placeholders(fitting)
             tasks += fitting
             passed_over = [*drawn.skipped, *unfit]
             self._notes.note(passed_over)
@@ -275,6 +278,13 @@ class TaskLoader:
                     f"all {len(source):,} rows of tasks.train.{i} ({self.section.train[i].source}) have been drawn once; "
                     f"from here on they come again, {order}"
                 )
+
+    def _note_placeholders(self, tasks: Sequence[Task]) -> None:
+        """Note, once for each placeholder, that the model sees it as text."""
+        for tag, ids, advice in placeholder_notes(tasks):
+            if tag not in self._literal:
+                self._literal.add(tag)
+                self._noted(f"tasks.train: {len(ids)} of {len(tasks)} tasks of a draw, the first {ids[0]}: {advice}.")
 
     def _reading(self, count: int) -> "Future[PlannedTasks]":
         ahead, self._ahead = self._ahead, None
