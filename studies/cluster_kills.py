@@ -43,7 +43,8 @@ from tests.trainer.small import small
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "studies" / "results" / "cluster_kills.json"
-PRELOADED = ("sensorium.assembly.rank_main", "sensorium.services.environment_worker", "sensorium.rewards.worker", "uvicorn")
+WORKERS = ("sensorium.assembly.rank_main", "sensorium.services.environment_service", "sensorium.rewards.placed")
+PRELOADED = (*WORKERS, "uvicorn")
 STEPS, PROMPTS, SIZE = 6, 2, 2
 STREAM = ("schedule.name=asynchronous", "algorithm.correction.weights=token")
 NUMBERS: dict[str, Any] = {

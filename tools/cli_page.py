@@ -4,7 +4,7 @@ from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Iterator
 from importlib import import_module
 
-from sensorium.cli.main import COMMANDS, parser_of, place_of
+from sensorium.cli.main import COMMANDS, PARTS, parser_of, place_of
 
 HEAD = """# Every command
 
@@ -20,11 +20,8 @@ def page() -> str:
 
 def _command(name: str) -> Iterator[str]:
     """A command's section, or one for each of its parts."""
-    command = import_module(place_of(name))
-    for part, module in getattr(command, "PARTS", {}).items():
-        yield from _section(f"{name} {part}", parser_of(f"{name} {part}", import_module(module), command))
-    if not hasattr(command, "PARTS"):
-        yield from _section(name, parser_of(name, command))
+    for whole in [f"{name} {part}" for part in PARTS.get(name, ())] or [name]:
+        yield from _section(whole, parser_of(whole, import_module(place_of(whole))))
 
 
 def _section(name: str, parser: ArgumentParser) -> Iterator[str]:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.runs.process_table import ProcessRow, RunEnd, read_processes, write_processes
-from sensorium.trainer.heartbeat import Heartbeat, run_end
+from sensorium.runs.process_table import Heartbeat, ProcessRow, RunEnd, read_processes, run_end, write_processes
 from sensorium.vocabulary.errors import LearnerLost
 
 GONE = 2**22 + 1  # above any process id

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from sensorium.data.frame_sizes import official_size
 from sensorium.data.made_media import encode_clip
-from sensorium.data.picture_sizes import official_size
 from sensorium.data.sound import decode_audio, encode_wav
 from sensorium.data.video import decode_video, nemo_rl_indices, official_indices
 from sensorium.vocabulary.decoding import AudioParameters, FrameRule, VideoParameters

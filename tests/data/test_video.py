@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from sensorium.data.frame_sizes import budgeted
 from sensorium.data.made_media import encode_clip
-from sensorium.data.picture_sizes import budgeted
 from sensorium.data.sound import encode_wav
 from sensorium.data.video import decode_video, sampled_times
 from sensorium.vocabulary.decoding import VideoParameters

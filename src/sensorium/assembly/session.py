@@ -22,7 +22,7 @@ from sensorium.kernels.compile_time import count_triton
 from sensorium.models.policy import Policy
 from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
-from sensorium.rewards.functions import build_term
+from sensorium.rewards.function_terms import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.reward_term import RewardContext, without_answer
 from sensorium.rewards.scorer import JudgementCache, Scorer, term_identity

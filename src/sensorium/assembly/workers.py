@@ -36,7 +36,7 @@ from sensorium.vocabulary.errors import (
 )
 from sensorium.vocabulary.task import Task
 
-ENVIRONMENT_WORKER = "sensorium.services.environment_worker"
+ENVIRONMENT_WORKER = "sensorium.services.environment_service"
 
 
 def open_host(

@@ -26,7 +26,7 @@ from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.recipe.shape import IncompleteConfig, is_ours
 from sensorium.report.tables import disk_note, plan_table
 from sensorium.report.terminal import say
-from sensorium.rewards.functions import build_term
+from sensorium.rewards.function_terms import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
 from sensorium.rewards.reward_term import RewardContext, Term, without_answer

@@ -42,7 +42,14 @@ COMMANDS = {
     "replay": "run a batch again that was kept because its update was not finite",
 }
 # Modules of commands that are not sensorium.cli.NAME.
-MODULES = {"eval": "sensorium.cli.evaluate", "curate": "sensorium.systems.caprl.curate"}
+MODULES = {
+    "eval": "sensorium.cli.evaluate",
+    "curate": "sensorium.systems.caprl.curate",
+    "serve env": "sensorium.cli.serve_env",
+    "serve model": "sensorium.cli.serve_model",
+    "serve reward": "sensorium.systems.caprl.serve_reward",
+}
+PARTS = {"serve": ("env", "model", "reward")}
 PACKAGE = str(Path(__file__).parents[1])
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # OpenMP's threads spin while they wait. With the default of 300,000 two runs on two cores took four times as long as with
@@ -120,14 +127,12 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     """Parse a command's arguments and run it."""
     if name not in COMMANDS:
         raise SensoriumError(f"there is no command '{name}'{nearest(name, list(COMMANDS))}")
+    if name in PARTS:
+        chooser = Parser(prog=f"sensorium {name}", description=COMMANDS[name], allow_abbrev=False)
+        chooser.add_argument("what", choices=PARTS[name], help="each has its own --help")
+        name, arguments = f"{name} {chooser.parse_args(arguments[:1]).what}", arguments[1:]
     command = import_system(place_of(name), f"sensorium {name}")
-    if (parts := getattr(command, "PARTS", None)) is None:
-        return int(command.run(parser_of(name, command).parse_intermixed_args(arguments)))
-    chooser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
-    chooser.add_argument("what", choices=list(parts), help="each has its own --help")
-    name = f"{name} {chooser.parse_args(arguments[:1]).what}"
-    part = import_system(parts[arguments[0]], f"sensorium {name}")
-    return int(part.run(parser_of(name, part, command).parse_intermixed_args(arguments[1:])))
+    return int(command.run(parser_of(name, command).parse_intermixed_args(arguments)))
 
 
 def place_of(name: str) -> str:
@@ -135,12 +140,15 @@ def place_of(name: str) -> str:
     return MODULES.get(name, f"sensorium.cli.{name}")
 
 
-def parser_of(name: str, command: ModuleType, whole: ModuleType | None = None) -> "Parser":
-    """The parser of a command. A part also takes the arguments of the ``whole`` command."""
+def parser_of(name: str, command: ModuleType) -> "Parser":
+    """The parser of a command."""
     parser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
+    add = parser.add_argument
     command.configure(parser)
-    if whole is not None:
-        whole.configure(parser)
+    if name.startswith("serve "):
+        add("--host", default="127.0.0.1", help="address to listen on; beyond this machine a key is needed")
+        further = "a further name that clients use, such as a proxy's"
+        add("--allowed-host", action="append", default=[], metavar="NAME", help=further)
     parser.usage = getattr(command, "USAGE", None)
     return parser
 

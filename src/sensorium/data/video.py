@@ -24,8 +24,8 @@ import numpy as np
 from PIL import Image
 
 from sensorium.data.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
+from sensorium.data.frame_sizes import frame_size
 from sensorium.data.media_files import MediaLimits
-from sensorium.data.picture_sizes import frame_size
 from sensorium.vocabulary.decoding import FrameRule, VideoParameters, resolved_value
 
 LEAST_FRAMES = 2

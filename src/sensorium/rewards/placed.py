@@ -1,23 +1,28 @@
 """Terms that run in worker processes of the run. The scorer asks them as any other, with its deadlines, retries and cache.
 
+A worker is ``python -m sensorium.rewards.placed FD``; ``cluster/placed_workers.py`` has the rest.
+
 A worker that dies is replaced and its question asked again, unseen by the scorer. A judgement over which a second worker
 dies is given up, and the score is missing. Instant terms stay with the driver, and terms that are given a context: the
 media and the judges of the run are the driver's.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from sensorium.cluster.placed_workers import PlacedWorkers
+from sensorium.cluster.placed_workers import Answer, PlacedWorkers, serve
 from sensorium.recipe.registry import resolve, takes_context
 from sensorium.recipe.schema import RewardsSection
+from sensorium.rewards.function_terms import build_term
 from sensorium.rewards.reward_term import ComparingTerm, Term
-from sensorium.rewards.scorer import judgement_keys, judges_groups
+from sensorium.rewards.scorer import asked_of, judgement_keys, judges_groups
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 
-MODULE = "sensorium.rewards.worker"
+MODULE = "sensorium.rewards.placed"
+TermSettings = tuple[str, dict[str, Any], str]  # a term's name in the recipe, its options, and its key there
 COPIED = ("version", "deterministic", "needs_answer")
 
 
@@ -61,7 +66,7 @@ class PlacedGroupTerm(PlacedTerm):
         return self._ask(task, tuple(episodes))
 
 
-def placeable(section: RewardsSection, terms: Sequence[Term]) -> dict[int, tuple[str, dict[str, Any], str]]:
+def placeable(section: RewardsSection, terms: Sequence[Term]) -> dict[int, TermSettings]:
     """The settings of a recipe's terms that can run in workers, by number. RecipeError if there are none."""
     found, kept = {}, []
     for number, (asked, term) in enumerate(zip(section.terms, terms, strict=True)):
@@ -84,3 +89,18 @@ def placed_term(term: Term, number: int, workers: PlacedWorkers) -> Term:
     if judges_groups(term):
         return PlacedGroupTerm(term, number, workers)
     return (PlacedComparingTerm if isinstance(term, ComparingTerm) else PlacedTerm)(term, number, workers)
+
+
+def open_work(settings: dict[int, TermSettings], folder: Path) -> tuple[None, Answer]:
+    """Build the terms of a worker, and answer calls of them."""
+    terms = {number: build_term(name, options, where) for number, (name, options, where) in settings.items()}
+
+    def answer(question: tuple[int, Task, Sequence[Episode]]) -> Any:
+        number, task, episodes = question
+        return asked_of(terms[number], task, episodes)
+
+    return None, answer
+
+
+if __name__ == "__main__":
+    serve(open_work)

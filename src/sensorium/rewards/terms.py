@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from sensorium.rewards.equivalence_pool import EquivalencePool
+from sensorium.rewards.equivalence import EquivalencePool
 from sensorium.rewards.reward_term import boxed, expected_answers, given_answer, last_response, tagged
 from sensorium.vocabulary.episode import Episode, Turn
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError

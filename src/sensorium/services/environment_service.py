@@ -9,10 +9,16 @@
 
 Statuses: 401 no key, 404 no such session or environment, 409 a step out of turn, 410 the episode is lost, 422 a wrong
 request, 503 full (with Retry-After).
+
+``python -m sensorium.services.environment_service FD`` is a worker of a run: it serves the run's driver alone, on a free
+port. ``cluster/placed_workers.py`` has the rest.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import pathlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
@@ -20,15 +26,20 @@ from fastapi import FastAPI, Path, Response, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, ConfigDict, Field
 
 from sensorium import __version__
-from sensorium.envs.remote.wire import Json, WireError, bytes_of, pack, unpack
-from sensorium.recipe.registry import resolve
+from sensorium.cluster.channel import own_address
+from sensorium.cluster.placed_workers import Answer, serve
+from sensorium.data.media_store import MediaStore
+from sensorium.envs.remote.wire import MOST_BYTES, Json, WireError, bytes_of, pack, unpack
+from sensorium.recipe.registry import resolve, wrong_options
 from sensorium.recipe.registry import table as names_of
 from sensorium.services.application import BodyLimit, Refusal, Whole, make_application, sweep
-from sensorium.services.sessions import MAX_ID, SessionTable, seed_of
+from sensorium.services.sessions import MAX_ID, Offers, SessionTable, seed_of
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import MediaError
+from sensorium.vocabulary.errors import MediaError, RecipeError
 
 REAP_S = 5.0
+WORKER_CAPACITY, WORKER_LEASE_S = 65536, 86_400.0
+LOOPBACK = "127.0.0.1"
 MOST_OPERATIONS = 4096
 MOST_WAITING = 2 * MOST_OPERATIONS  # operations of a connection under way or with waiting replies; beyond, reading pauses
 MOST_BODY = 64 * 1024 * 1024
@@ -215,3 +226,34 @@ async def perform(table: SessionTable, operation: Json) -> Json:
     outcome = method(*(operation[key] for key in fields))
     value: Json = await outcome if asyncio.iscoroutine(outcome) else outcome
     return value
+
+
+class OwnOffers(Offers):
+    """Whatever the run's recipe names, with any options: the driver is trusted, and has the key."""
+
+    def __init__(self) -> None:
+        self.offers = {}
+
+    def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
+        """The environment and its options."""
+        _, problem = wrong_options("environment", name, options)
+        if problem:
+            raise RecipeError(problem)
+        return name, dict(options)
+
+
+def open_work(settings: Mapping[str, Any], folder: pathlib.Path) -> tuple[str, Answer]:
+    """Serve a run's driver; returns the address. ``toward`` is an address of the driver; empty: it is on this machine."""
+    import uvicorn
+
+    host = own_address(settings["toward"]) if settings["toward"] else LOOPBACK
+    listening = socket.create_server((host, 0), backlog=1024)
+    table = SessionTable(OwnOffers(), MediaStore(folder), WORKER_CAPACITY, WORKER_LEASE_S, settings["deadline_s"])
+    config = uvicorn.Config(make_app(table, settings["key"]), log_level="warning", ws_max_size=MOST_BYTES)
+    server = uvicorn.Server(config)
+    threading.Thread(target=server.run, args=([listening],), name="service", daemon=True).start()
+    return f"http://{host}:{listening.getsockname()[1]}", lambda question: table.counts()
+
+
+if __name__ == "__main__":
+    serve(open_work)

@@ -30,7 +30,7 @@ from sensorium.rollout.play import CANCELLED, Attempt
 from sensorium.runs.episodes import GIB, Retention, credits_of, write_episodes
 from sensorium.runs.ledger import Ledger
 from sensorium.runs.metrics import MetricsFile
-from sensorium.runs.process_table import ProcessRow
+from sensorium.runs.process_table import Heartbeat, ProcessRow, run_end
 from sensorium.runs.run_directory import RunDirectory, refuse_moved
 from sensorium.trainer.checkpoint import Best, Checkpoints, keep_batch
 from sensorium.trainer.collect import CollectedStep, Collector
@@ -38,7 +38,6 @@ from sensorium.trainer.credit import credit
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.monitor import Health, refuse_ruined
 from sensorium.trainer.health.start_checks import has_demonstration
-from sensorium.trainer.heartbeat import Heartbeat, run_end
 from sensorium.trainer.run_evaluation import RunEvaluator
 from sensorium.trainer.schedules import RUN_ENDED, Schedule, make_schedule
 from sensorium.trainer.step_metrics import Clock, MediaMeter, episode_metrics, staleness_metrics

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.data.picture_sizes import frame_rule
+from sensorium.data.frame_sizes import frame_rule
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.qwen2_5_vl import (

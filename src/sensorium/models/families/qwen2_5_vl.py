@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.data.picture_sizes import frame_rule
+from sensorium.data.frame_sizes import frame_rule
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.rope_positions import grid_offsets, three_axis_positions, timed_steps

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.data.picture_sizes import frame_rule
+from sensorium.data.frame_sizes import frame_rule
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families import qwen2_5_vl
 from sensorium.models.families.qwen2_5_omni import (

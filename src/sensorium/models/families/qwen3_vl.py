@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.data.picture_sizes import frame_rule
+from sensorium.data.frame_sizes import frame_rule
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.qwen2_5_vl import (
     PARTS,

@@ -22,7 +22,7 @@ from sensorium.data.pictures import encode_png
 from sensorium.envs.protocol import Observation, StepResult, one_of, within
 from sensorium.envs.question import question_of
 from sensorium.envs.tool_use import ToolCall, calls_in, write_call
-from sensorium.rewards.equivalence_pool import EquivalencePool
+from sensorium.rewards.equivalence import EquivalencePool
 from sensorium.rewards.reward_term import boxed, expected_answers
 from sensorium.vocabulary.content import Message, Text, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RewardFailure

@@ -13,7 +13,7 @@ import torch
 import sensorium as sn
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.registry import wrong_options
-from sensorium.rewards.functions import as_term, build_term
+from sensorium.rewards.function_terms import as_term, build_term
 from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.content import user
@@ -23,7 +23,7 @@ from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 MakeEpisode = Callable[..., Episode]
-HERE = "tests.rewards.test_functions"
+HERE = "tests.rewards.test_function_terms"
 TASK = Task("t", (user("how many?"),), answer="3", metadata={"level": 2})
 
 
