@@ -4,12 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import sensorium as package
-from sensorium.cli.main import COMMANDS, MODULES, main, warning_text
+from sensorium.cli.main import COMMANDS, PARTS, main, place_of, warning_text
 from sensorium.runs.run_directory import RunDirectory
 from tools.cli_page import page
 
@@ -61,7 +62,8 @@ def test_every_command_has_its_own_file_and_help(name: str, capsys: pytest.Captu
         main([name, "--help"])
     assert stopped.value.code == 0
     assert f"usage: sensorium {name}" in capsys.readouterr().out
-    assert sys.modules[MODULES.get(name, f"sensorium.cli.{name}")].__file__
+    for whole in [f"{name} {part}" for part in PARTS.get(name, ())] or [name]:
+        assert import_module(place_of(whole)).__file__
 
 
 def test_the_page_of_commands_is_what_the_parsers_say() -> None:
