@@ -1,5 +1,6 @@
 """Tasks of an environment: by seed, train and test disjoint by content."""
 
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from sensorium.data.environment_tasks import EnvironmentTasks, side
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.frozen_lake import FrozenLake
 from sensorium.recipe.registry import NAMES, build
+from sensorium.systems.vagen.adapter import VagenEnvironment
 from sensorium.vocabulary.errors import RecipeError, TaskError
 
 pytest.importorskip("gymnasium")
@@ -42,9 +44,19 @@ def test_without_distinct_maps_repeat_but_sides_hold() -> None:
     assert {side(c) for c in train} == {"train"}
 
 
-def test_a_world_too_small_for_its_size_says_so() -> None:
-    with pytest.raises(TaskError, match=r"only \d different starts.*distinct: false"):
-        EnvironmentTasks("frozen_lake", MediaStore(), {"size": 2}, size=50)
+def test_too_few_starts_are_counted_and_each_advice_helps() -> None:
+    small: dict[str, Any] = {"environment": "frozen_lake", "store": MediaStore(), "options": {"size": 2}}
+    with pytest.raises(TaskError) as raised:
+        EnvironmentTasks(**small, size=50)
+    counted = re.search(r"6000 seeds .* lead to (\d+) different starts, (\d+) of them on side 'train'", str(raised.value))
+    assert counted is not None
+    every, own = map(int, counted.groups())
+    assert 0 < own <= every < 50
+    for advised, settings in (("distinct: false", {"distinct": False}), ("split_by: seed", {"split_by": "seed"})):
+        assert advised in str(raised.value)
+        assert len(EnvironmentTasks(**small, size=50, **settings)) == 50
+    assert f"Lower size to {own}" in str(raised.value)
+    assert len(EnvironmentTasks(**small, size=own)) == own
 
 
 def test_the_same_recipe_gives_the_same_tasks_and_each_plays() -> None:
@@ -94,6 +106,39 @@ def test_a_world_of_ones_own_needs_a_content_key(monkeypatch: pytest.MonkeyPatch
     sides = {side("0"), side("1")}
     for split in sides:
         assert len(EnvironmentTasks("coin", MediaStore(), split=split, size=1)) == 1
+
+
+class TwoStarts:
+    """A VAGEN-style environment with two starts, which lie on one side of the split."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.shown = ""
+
+    async def system_prompt(self) -> dict[str, Any]:
+        return {"obs_str": "Choose a gate."}
+
+    async def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.shown = f"gate {seed % 2}"
+        return {"obs_str": self.shown}, {}
+
+    async def close(self) -> None: ...
+
+
+def test_no_start_on_a_side_names_the_key_that_helps() -> None:
+    options = {"path": f"{__name__}:TwoStarts"}
+    kept = {side(VagenEnvironment.content_key(seed, options)) for seed in (0, 1)}
+    assert len(kept) == 1, "the test needs two starts on one side"
+    (full,) = kept
+    empty: Any = "test" if full == "train" else "train"
+    settings: dict[str, Any] = {"store": MediaStore(), "options": options, "split": empty, "size": 8}
+    for distinct in (True, False):
+        with pytest.raises(TaskError) as raised:
+            EnvironmentTasks("vagen", **settings, distinct=distinct)
+        text = str(raised.value)
+        assert all(fact in text for fact in ("1800 seeds", "2 different starts", f"none on side '{empty}'"))
+        assert "split_by: seed" in text
+        assert not any(useless in text for useless in ("distinct: false", "size"))
+    assert len(EnvironmentTasks("vagen", **settings, split_by="seed")) == 8
 
 
 class HangsAtItsEnd(Keyless):

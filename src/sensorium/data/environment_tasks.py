@@ -112,9 +112,27 @@ class EnvironmentTasks:
                 chosen.append(candidate)
                 if len(chosen) == size:
                     return tuple(chosen)
-        raise TaskError(
-            f"environments: {candidates} seeds of '{self.environment}' hold only {len(chosen)} different starts for split "
-            f"'{self.split}', and size is {size}. Lower size, set distinct: false, or options that lead to more of them."
+        raise self._too_few(candidates, size, len(chosen), len(contents), distinct)
+
+    def _too_few(self, candidates: int, size: int, chosen: int, contents: int, distinct: bool) -> TaskError:
+        """The error of a search that found too few starts; advises only what helps."""
+        other = "train" if self.split == "test" else "test"
+        begin = f"environments: {candidates} seeds of '{self.environment}' lead to {contents} different starts"
+        options = "options that lead to more different starts"
+        by_seed = "split_by: seed (then train and test share no seed, but may share starts)"
+        if not chosen:
+            return TaskError(
+                f"{begin}, all of them on side '{other}' of the split and none on side '{self.split}', since a hash of a "
+                f"start decides its side. In the source 'environments' set {by_seed}, or {options}."
+            )
+        if not distinct:
+            return TaskError(
+                f"{begin}, and only {chosen} of the seeds are on side '{self.split}' of the split; size is {size}. Lower "
+                f"size to {chosen}, or in the source 'environments' set {by_seed}, or {options}."
+            )
+        return TaskError(
+            f"{begin}, {chosen} of them on side '{self.split}' of the split, and size is {size}. Lower size to {chosen}, "
+            f"set distinct: false (then starts repeat), {by_seed}, or {options}."
         )
 
     def _contents(self, kind: Any, seeds: Iterator[int]) -> Iterator[tuple[int, str]]:
