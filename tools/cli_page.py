@@ -4,18 +4,24 @@ from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Iterator
 from importlib import import_module
 
-from sensorium.cli.main import COMMANDS, PARTS, parser_of, place_of
+from sensorium.cli.main import COMMANDS, EXIT_CODES, PARTS, parser_of, place_of
 
 HEAD = """# Every command
 
-Made from the argument parsers by `make docs`; a test holds it up to date. A user's mistake is one paragraph on stderr and
-exit code 2. `sensorium COMMAND --help` prints the same for one command, and `sensorium --version` the version.
+Made from the argument parsers by `make docs`; a test holds it up to date. `sensorium COMMAND --help` prints the same for
+one command, and `sensorium --version` the version.
+
+## Exit codes
+
+| code | meaning |
+|---|---|
 """
 
 
 def page() -> str:
     """The page."""
-    return "\n".join([HEAD, *(line for name in COMMANDS for line in _command(name))])
+    codes = "\n".join(f"| {code.value} | {meaning} |" for code, meaning in EXIT_CODES.items())
+    return "\n".join([f"{HEAD}{codes}\n", *(line for name in COMMANDS for line in _command(name))])
 
 
 def _command(name: str) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Commands tell what they are, refuse mistakes in one paragraph, and spend nothing in a dry run."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import sensorium as package
-from sensorium.cli.main import COMMANDS, PARTS, main, place_of, warning_text
+from sensorium.cli.main import COMMANDS, EXIT_CODES, PARTS, ExitCode, main, place_of, warning_text
 from sensorium.runs.run_directory import RunDirectory
+from sensorium.vocabulary.errors import NonFiniteModel, NothingTrained, SensoriumError
 from tools.cli_page import page
 
 SOURCES = str(Path(package.__file__).resolve().parents[1])
@@ -70,6 +72,34 @@ def test_the_page_of_commands_is_what_the_parsers_say() -> None:
     shown = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
     assert shown == page(), "a command changed: run `make docs` and commit docs/reference/cli.md"
     assert all(f"## sensorium {name}" in shown for name in COMMANDS)
+
+
+def test_every_exit_code_is_on_the_page_and_other_pages_agree() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    assert list(EXIT_CODES) == list(ExitCode)
+    listed = re.findall(r"^\| (\d+) \| ", (docs / "reference/cli.md").read_text(), re.MULTILINE)
+    assert listed == [str(code.value) for code in ExitCode]
+    health = (docs / "reference/health.md").read_text()
+    (stopped,) = [line for line in health.splitlines() if "`NothingTrained`" in line]
+    (ruined,) = [line for line in health.splitlines() if "`NonFiniteModel`" in line]
+    assert f"exit code {ExitCode.UNTRAINED.value}" in stopped
+    assert f"exit code {ExitCode.ERROR.value}" in ruined
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(NothingTrained("none of the 3 steps"), ExitCode.UNTRAINED), (NonFiniteModel("NaN"), ExitCode.ERROR)],
+    ids=["untrained", "ruined"],
+)
+def test_an_error_has_the_exit_code_of_its_kind(
+    error: SensoriumError, code: ExitCode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str, arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("sensorium.cli.main.run_command", fail)
+    assert main(["train", "shapes"]) == code
+    assert str(error) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

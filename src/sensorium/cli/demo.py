@@ -4,6 +4,7 @@ import shutil
 from argparse import ArgumentParser, Namespace
 
 from sensorium.cli.dry_run import show_dry_run, show_plan
+from sensorium.cli.main import ExitCode
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.yaml import read_yaml
@@ -37,6 +38,7 @@ def run(arguments: Namespace) -> int:
     _clear_earlier(recipe)
     from sensorium.evaluation.evaluate import SAMPLED_AND_GREEDY, Variant
     from sensorium.report.console import ConsoleWatcher
+    from sensorium.trainer.health.monitor import run_untrained
     from sensorium.trainer.run import study
 
     taken_away = (Variant("blank", 1.0, {"picture": "blank"}), Variant("swapped", 1.0, {"picture": "swapped"}))
@@ -54,7 +56,7 @@ def run(arguments: Namespace) -> int:
     console.print()
     console.print(comparison_table(found.before, found.after, "held-out accuracy, before and after"))
     say(f"report  {report}", console)
-    return 0
+    return ExitCode.UNTRAINED if run_untrained(directory, recipe) else ExitCode.DONE
 
 
 def _clear_earlier(recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""The command line. A user's mistake is one paragraph on stderr and exit code 2; a command imports torch only to run."""
+"""The command line. An error is one paragraph on stderr, ``ExitCode`` its kind; a command imports torch only to run."""
 
 import errno
 import os
@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -24,7 +25,7 @@ from sensorium.cluster.event_loop import interrupt_here
 from sensorium.recipe.registry import import_system
 from sensorium.report.terminal import Terminal, guard_streams
 from sensorium.runs.durable import cannot_write, full_disk_error
-from sensorium.vocabulary.errors import SensoriumError, nearest
+from sensorium.vocabulary.errors import NothingTrained, SensoriumError, nearest
 
 COMMANDS = {
     "demo": "watch a small model learn to see, on this machine, in minutes",
@@ -55,6 +56,34 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 # OpenMP's threads spin while they wait. With the default of 300,000 two runs on two cores took four times as long as with
 # this; a run alone is not slower.
 WAITING = {"GOMP_SPINCOUNT": "30000"}
+
+
+class ExitCode(IntEnum):
+    """How a command ended, for scripts."""
+
+    DONE = 0
+    PROBLEMS = 1
+    ERROR = 2
+    UNTRAINED = 3
+    INTERRUPTED = 128 + signal.SIGINT
+    BROKEN_PIPE = 128 + signal.SIGPIPE
+    TERMINATED = 128 + signal.SIGTERM
+
+
+# Shown in docs/reference/cli.md.
+EXIT_CODES = {
+    ExitCode.DONE: "done; warnings may have been printed",
+    ExitCode.PROBLEMS: "the command worked, and what it looked at has problems: `validate` found errors, `migrate` wrote a "
+    "recipe that would be refused as it is, `cluster status` found a run that failed or was stopped. Also a traceback: an "
+    "error that no command expects, please report it",
+    ExitCode.ERROR: "the command could not do its work; one paragraph on stderr says why: wrong arguments or keys, data or "
+    "files that cannot be used, memory or a disk that is full, a service that does not answer, a model that is not finite",
+    ExitCode.UNTRAINED: "`train` and `demo`: the run ended and nothing was learned. No step, or no step of RL, made an "
+    "update, or none of the last `health.stop_after`. What the run has is saved, and its report says why",
+    ExitCode.INTERRUPTED: "interrupted (Ctrl-C); `train` prints how to go on",
+    ExitCode.BROKEN_PIPE: "whoever read the output closed it",
+    ExitCode.TERMINATED: "terminated (SIGTERM); `train` prints how to go on",
+}
 LINGER_S = 30.0  # a finished command waits so long for threads of the user's code before it ends without them
 
 
@@ -81,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return stop.code
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
+            return ExitCode.BROKEN_PIPE
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 return _report(SensoriumError(f"the name '{str(error.filename)[:60]}…' is too long for a file or folder."))
@@ -120,7 +149,7 @@ def _report(error: SensoriumError) -> int:
     words = " ".join([str(error), *getattr(error, "__notes__", ())])
     text = Text.assemble(("error: ", "bold red"), " ".join(words.split()))
     Terminal(stderr=True).print(text, soft_wrap=True)
-    return 2
+    return ExitCode.UNTRAINED if isinstance(error, NothingTrained) else ExitCode.ERROR
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from sensorium.cli.main import ExitCode
 from sensorium.report.terminal import Terminal, say
 from sensorium.runs.durable import write_whole
 from sensorium.systems.migration.outcomes import Migration
@@ -20,7 +21,6 @@ from sensorium.vocabulary.errors import RecipeError, similar_file
 USAGE = "sensorium migrate FILE|- [--from NAME] [-o RECIPE.yaml]"
 STYLES = {"became": "green", "no effect": "dim", "no place": "yellow", "unknown": "red"}
 MOST_SHOWN = 120  # letters of a key with its value in the table
-INVALID = 1  # exit code where the keys make a recipe that would be refused as it is
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> int:
     _show(found, console)
     if found.problem:
         say(f"the recipe would be refused as it is: {found.problem}", console)
-        return INVALID
+        return ExitCode.PROBLEMS
     if arguments.out is not None:
         say(f"recipe  {arguments.out}; look at it with: sensorium train {arguments.out} --dry-run", console)
     return 0

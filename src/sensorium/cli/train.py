@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from sensorium.cli.dry_run import show_dry_run, show_plan
+from sensorium.cli.main import ExitCode
 from sensorium.data.mixture import resolve_epochs
 from sensorium.recipe.load import load_recipe, shipped_recipes
 from sensorium.recipe.registry import import_system
@@ -29,7 +30,6 @@ from sensorium.vocabulary.errors import (
 )
 
 USAGE = "sensorium train RECIPE [key=value …] [--dry-run] [--resume | --restart]"
-UNTRAINED = 3  # exit code of a finished short run that trained nothing, which the run itself has reported
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def run(arguments: Namespace) -> int:
             say(ended.how_to_continue(), console)
         raise
     say(f"report  {directory / 'report.html'}", console)
-    return UNTRAINED if run_untrained(RunDirectory(directory), recipe) else 0
+    return ExitCode.UNTRAINED if run_untrained(RunDirectory(directory), recipe) else ExitCode.DONE
 
 
 def _resumable(recipe: Recipe) -> list[str]:

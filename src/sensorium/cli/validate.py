@@ -10,11 +10,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from sensorium.cli.main import ExitCode
 from sensorium.recipe.load import load_recipe
 from sensorium.report.terminal import Terminal
 
 USAGE = "sensorium validate RECIPE [key=value …] [--rows N] [--episodes N]"
-PROBLEMS = 1  # exit code where something is wrong
 
 WIDTH = 160  # columns of the table where it is written to a file or a pipe
 
@@ -48,4 +48,4 @@ def run(arguments: Namespace) -> int:
     console.print(table)
     counts = {level: sum(finding.level == level for finding in findings) for level in STYLES}
     console.print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors", highlight=False)
-    return PROBLEMS if counts["error"] else 0
+    return ExitCode.PROBLEMS if counts["error"] else 0

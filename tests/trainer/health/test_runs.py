@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from sensorium.cli.main import main
+from sensorium.cli.main import ExitCode, main
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.envs.protocol import Observation, StepResult
@@ -61,7 +61,7 @@ def test_pictures_judged_by_exact_without_the_tag_are_explained_in_the_first_ste
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"model": {"path": "tiny:qwen2_5_vl"}, "tasks": digits(tmp_path), "steps": 9, "health": {"stop_after": 2}}
-    assert main(["train", str(write_recipe(tmp_path, **changes))]) == 2
+    assert main(["train", str(write_recipe(tmp_path, **changes))]) == ExitCode.UNTRAINED
     said = capsys.readouterr()
     shown = " ".join(said.out.split())
     assert "Which digit is this?" in shown
@@ -164,7 +164,9 @@ def test_a_term_that_raises_without_weight_is_told_and_costs_nothing(tmp_path: P
 
 
 def test_the_command_says_by_its_exit_code_that_two_steps_trained_nothing(tmp_path: Path) -> None:
-    assert main(["train", str(write_recipe(tmp_path, rewards={"terms": [{"name": f"{HERE}:Stuck"}]}))]) == 3
+    assert (
+        main(["train", str(write_recipe(tmp_path, rewards={"terms": [{"name": f"{HERE}:Stuck"}]}))]) == ExitCode.UNTRAINED
+    )
 
 
 class ByIndex:
