@@ -96,15 +96,26 @@ def test_troubles_are_counted_over_the_run(clock: Clock) -> None:
     shown = Console(file=io.StringIO(), width=100, record=True)
     shown.print(watcher._state)
     text = shown.export_text()
-    assert "6 failed" in text
+    assert "6 episodes failed" in text
     assert "dropped" not in text
+
+
+def test_a_bad_row_that_is_drawn_again_is_no_second_bad_row(clock: Clock) -> None:
+    watcher = ConsoleWatcher(Console(file=io.StringIO(), width=100))
+    watcher.started(RunStart("demo", 3))
+    for step in (1, 2):  # the same row in both
+        watcher.stepped(step, {"reward/mean": 0.1, "tasks/skipped_bad": 1, "tasks/skipped_long": 2})
+        assert "in this step: 1 skip of a bad row, 2 skips of long prompts" in watcher._state.line()
+    shown = Console(file=io.StringIO(), width=100, record=True)
+    shown.print(watcher._state)
+    assert "2 skips of bad rows, 4 skips of long prompts" in shown.export_text()
 
 
 def test_a_plain_line_counts_the_episodes_of_its_step_that_failed(clock: Clock) -> None:
     watcher = ConsoleWatcher(Console(file=io.StringIO(), force_terminal=False))
     watcher.started(RunStart("r", 9, episodes_per_step=32))
     watcher.stepped(1, {"throughput/episodes_per_s": 1.0, "episodes/failed": 32.0})
-    assert "32 failed" in watcher._state.line()
+    assert "in this step: 32 episodes failed" in watcher._state.line()
     watcher.stepped(2, {"throughput/episodes_per_s": 1.0, "episodes/failed": 0.0})
     assert "failed" not in watcher._state.line()
 
@@ -259,6 +270,19 @@ def test_findings_are_printed_when_they_begin_last_and_end() -> None:
         "step 13: health: still: 'exact' found no [answer]: there is no tag. Ask for it",
         "step 30: health: over: no_answer",
     ]
+
+
+def test_a_finding_from_before_the_resume_is_not_printed_as_a_new_one() -> None:
+    stream = io.StringIO()
+    watcher = ConsoleWatcher(Console(file=stream, width=60))
+    watcher.started(RunStart("clips", 40, first=20))
+    watcher.diagnosed(Notice(1, "no_answer", "before", "'exact' found no answer", True))
+    line = stream.getvalue().splitlines()[-1]
+    assert not line.startswith("step ")
+    assert "since step 1, found before the run was resumed" in line
+    assert "'exact' found no answer" in line
+    watcher.diagnosed(Notice(21, "no_answer", "goes on", "'exact' found no answer", True))
+    assert stream.getvalue().splitlines()[-1].startswith("step 21: health: still: ")
 
 
 def test_the_first_group_shows_prompt_media_response_and_what_each_term_paid() -> None:

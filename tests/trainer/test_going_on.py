@@ -99,10 +99,14 @@ def test_a_schedule_that_depends_on_the_last_step_is_said_loudly(
 
 @pytest.mark.parametrize("change", ["optimizer.lr=0.5", "seed=1", "batch.group_size=4", "evaluation.temperature=0.5"])
 def test_what_would_change_the_run_is_refused_by_its_key(change: str, run: Path) -> None:
-    before = everything(run)
-    with pytest.raises(CheckpointError, match=rf"{change.partition('=')[0]} was .* and is now .* may change: steps, "):
+    before, key = everything(run), change.partition("=")[0]
+    with pytest.raises(CheckpointError, match=rf"{key} was .* and is now .* may change: steps, ") as refused:
         train(load_recipe(run, ["steps=4", change]), resume=True)
+    assert f"leave {key} unchanged" in str(refused.value), "it was resumed by its directory: only the change must go"
+    assert f"{run} name=… {key}=…" in str(refused.value)
     assert everything(run) == before
+    again = load_recipe(run, ["name=other", change])
+    assert again.directory != run, "the advised new run has a directory of its own"
 
 
 def test_another_engine_may_go_on_and_is_told(run: Path, tmp_path: Path) -> None:
@@ -244,7 +248,7 @@ def test_rows_that_were_lost_are_said(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join([rows[0], rows[2]]))
     notes = Notes()
     train(load_recipe(run), resume=True, watchers=[notes])
-    assert any("lacks the rows of 1 steps, the first of step 2" in text for text in notes.texts)
+    assert any("lacks the rows of 1 step, the first of step 2" in text for text in notes.texts)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_repeats_from_the_one_before(
@@ -274,7 +278,7 @@ def test_a_file_that_the_run_did_not_write_is_refused_where_it_would_be_read_and
     (checkpoint / "notes.md").write_text("the best so far")
     notes = Notes()
     train(load_recipe(run), resume=True, watchers=[notes])
-    assert any("1 files that the run did not write, the first 'notes.md'" in text for text in notes.texts)
+    assert any("1 file that the run did not write, the first 'notes.md'" in text for text in notes.texts)
     for name in ("trainer/shards/shard-1 (copy).safetensors", "added_tokens.json", "model-00001-of-00002.safetensors"):
         stray = checkpoint / name
         assert not stray.exists()

@@ -26,6 +26,7 @@ from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.registry import table
 from sensorium.recipe.schema import OptimizerSection, Recipe
 from sensorium.recipe.shape import ModelShape, read_shape
+from sensorium.vocabulary.plain import counted
 from sensorium.vocabulary.task import Task
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -174,10 +175,6 @@ def section_name(section: Any, default: str) -> str:
 
 def _placed(recipe: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
     """Kind (learner, vllm, engine or worker), count and description of the processes beside the driver."""
-
-    def counted(count: int, name: str) -> str:
-        return f"{count} {name}{'' if count == 1 else 's'}"
-
     cluster = recipe.get("cluster") or {}
     engine = section_name((recipe.get("rollout") or {}).get("engine"), "native")
     learners, engines = int(cluster.get("learners", 1)), int(cluster.get("engines", 1))

@@ -27,6 +27,7 @@ from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
 from sensorium.runs.metrics import Notice
 from sensorium.vocabulary.episode import Group as EpisodeGroup
 from sensorium.vocabulary.metric_names import TROUBLES
+from sensorium.vocabulary.plain import counted
 
 QUIET_S = 10.0
 PHASES = ("draw", "rollout", "score", "credit", "update", "record")
@@ -106,9 +107,11 @@ class ConsoleWatcher(Watcher):
             )
             return
         self._state.findings.setdefault(notice.rule, notice)
-        still = "still: " if notice.state == "goes on" else ""
+        begin = f"step {notice.step}: health: {'still: ' if notice.state == 'goes on' else ''}"
+        if notice.state == "before":
+            begin = f"health since step {notice.step}, found before the run was resumed: "
         style = "red" if notice.grave else "yellow"
-        text = self._encodable(f"step {notice.step}: health: {still}{notice.text}")
+        text = self._encodable(f"{begin}{notice.text}")
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=self._live is None)
 
     def noted(self, text: str) -> None:
@@ -190,7 +193,8 @@ class _State:
                 parts.append(f"{name} {self.metrics[metric]:.3f}")
         if "throughput/episodes_per_s" in self.metrics:
             parts.append(f"{self.metrics['throughput/episodes_per_s']:.1f} episodes/s")
-        parts += [f"{self.metrics[name]:.0f} {word}" for name, word in TROUBLES.items() if self.metrics.get(name)]
+        if troubles := _trouble_counts(self.metrics):
+            parts.append(f"in this step: {', '.join(troubles)}")
         if self.left:
             parts.append(self.left)
         return "  ".join(parts)
@@ -265,9 +269,12 @@ class _State:
             words = ", ".join(f"{rule.replace('_', ' ')} (since step {n.step})" for rule, n in self.findings.items())
             grave = any(notice.grave for notice in self.findings.values())
             yield "health", Text(words, style="red" if grave else "yellow")
-        troubles = [f"{count:.0f} {TROUBLES[name]}" for name, count in self.troubles.items() if count]
-        if troubles:
+        if troubles := _trouble_counts(self.troubles):
             yield "left out", Text(", ".join(troubles), style="yellow")
+
+
+def _trouble_counts(counts: Metrics) -> list[str]:
+    return [counted(counts[name], *words) for name, words in TROUBLES.items() if counts.get(name)]
 
 
 class _Chart:

@@ -16,6 +16,7 @@ from rich.text import Text
 from sensorium.recipe.plan import Plan
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Summary
+from sensorium.vocabulary.plain import counted
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -277,7 +278,7 @@ def _notes(summary: Summary) -> list[str]:
         f"{summary['missing']:,} without a whole reward."
     ]
     if summary.get("skipped"):
-        notes.append(f"{summary['skipped']:,} rows were skipped because they are bad (tasks.on_bad_row).")
+        notes.append(f"{counted(summary['skipped'], 'bad row')} skipped (tasks.on_bad_row).")
     return notes
 
 

@@ -66,7 +66,8 @@ def _plain(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
-State = Literal["began", "goes on", "ended"]
+# "before": it was found before the run was resumed; only watchers get it, health.jsonl has the notice of then.
+State = Literal["began", "goes on", "ended", "before"]
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from sensorium.trainer.loop import Trainer
 from sensorium.trainer.run_claim import begin, begin_again, change_recipe, go_on, no_checkpoint, refuse_fewer_steps
 from sensorium.trainer.task_loader import changed_tasks, refuse_other_frames, remember_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError, WriteFailed
+from sensorium.vocabulary.plain import counted
 
 
 def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
@@ -131,7 +132,7 @@ def open_trainer(
         for note in (*notes, *found):
             (watcher.attention if note.startswith("ATTENTION") else watcher.noted)(note)
         if skipped:
-            watcher.noted(f"{len(skipped)} held-out rows were skipped; the first because: {skipped[0].reason}")
+            watcher.noted(f"skipped {counted(len(skipped), 'held-out row')}; the first because: {skipped[0].reason}")
         for _, ids, advice in placeholder_notes(held_out):  # TaskLoader notes those of tasks.train
             watcher.noted(f"tasks.evaluate: {len(ids)} of {len(held_out)} tasks, the first {ids[0]}: {advice}.")
         if not resume or notes:  # an unchanged resumed run has reported them
@@ -230,7 +231,7 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
     refuse_fewer_steps(recipe, directory, last)
     if foreign := refuse_foreign(checkpoints.path(last)):
         notes.append(
-            f"the checkpoint of step {last} holds {len(foreign)} files that the run did not write, the first "
+            f"the checkpoint of step {last} holds {counted(len(foreign), 'file')} that the run did not write, the first "
             f"'{foreign[0]}'; they are not read."
         )
     if damaged:
@@ -239,9 +240,9 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
     lost = [step for step in range(1, last + 1) if step not in written]
     if lost:
         notes.append(
-            f"ATTENTION: '{directory.metrics}' lacks the rows of {len(lost)} steps, the first of step {lost[0]}: they were "
-            "lost or removed. The model does not depend on them; curves and report have a gap, and health rules that look "
-            "back, such as whether anything was trained, know of no earlier step."
+            f"ATTENTION: '{directory.metrics}' lacks the rows of {counted(len(lost), 'step')}, the first of step "
+            f"{lost[0]}: they were lost or removed. The model does not depend on them; curves and report have a gap, and "
+            "health rules that look back, such as whether anything was trained, know of no earlier step."
         )
     if not directory.ledger.exists():
         notes.append(

@@ -16,6 +16,7 @@ from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken
 from sensorium.runs.durable import read_rows, write_whole
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
+from sensorium.vocabulary.plain import counted
 
 MAY_CHANGE = (
     "run_dir", "steps", "epochs", "threads", "model.device", "media", "judges", "evaluation.every",
@@ -80,11 +81,15 @@ def go_on(recipe: Recipe, directory: RunDirectory) -> list[str]:
         raise CheckpointError(f"nothing to resume: '{directory.path}' holds no run. Start it without --resume.")
     changed = list(_forbidden(recipe, directory))
     if changed:
-        more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
+        keys = [key for key, _, _ in changed[:3]]
+        values = [f"{key} was {before!r} and is now {now!r}" for key, before, now in changed[:3]]
+        more, others = (f", and {len(changed) - 3} more", " and the others") if len(changed) > 3 else ("", "")
         raise CheckpointError(
-            f"'{directory.path}' was run with another recipe: {'; '.join(changed[:3])}{more}. Going on would not be the "
-            f"same run. Resume it by its directory ('sensorium train {directory.path} --resume'), or start a new run. Only "
-            f"these may change: {', '.join(key for key in MAY_CHANGE if key != 'run_dir')}."
+            f"'{directory.path}' was run with another recipe: {'; '.join(values)}{more}. Going on would not be the same "
+            f"run. To resume it, leave {', '.join(keys)}{others} unchanged: 'sensorium train {directory.path} --resume' "
+            f"takes the run's own recipe. To train with the change, start a new run: 'sensorium train {directory.path} "
+            f"name=… {keys[0]}=…', without --resume. On resume only these keys may change: "
+            f"{', '.join(key for key in MAY_CHANGE if key != 'run_dir')}."
         )
     refuse_loaded_elsewhere(directory.path, recipe.model_dump(mode="json"))
     for _ in read_rows(directory.metrics):  # a damaged row is an error now, not when the report is written
@@ -111,12 +116,12 @@ def no_checkpoint(directory: RunDirectory) -> CheckpointError:
     )
 
 
-def _forbidden(recipe: Recipe, directory: RunDirectory) -> Iterator[str]:
-    """Keys that differ from those of the run and may not."""
+def _forbidden(recipe: Recipe, directory: RunDirectory) -> Iterator[tuple[str, Any, Any]]:
+    """Keys that differ from those of the run and may not, with their values then and now."""
     then = load_recipe(directory.recipe).model_dump(mode="json")
     for key, before, now in _differences(then, recipe.model_dump(mode="json"), ""):
         if not any(key == known or key.startswith(f"{known}.") for known in MAY_CHANGE):
-            yield f"{key} was {before!r} and is now {now!r}"
+            yield key, before, now
 
 
 def _differences(then: Any, now: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
@@ -130,7 +135,7 @@ def _differences(then: Any, now: Any, place: str) -> Iterator[tuple[str, Any, An
 def _change_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
     """Notes about changes that keep the resumed run from repeating the one that was never changed."""
     if recipe.steps != then.steps:
-        yield f"the run now ends at {recipe.steps} steps of RL instead of {then.steps}."
+        yield f"the run now ends at {counted(recipe.steps, 'step')} of RL instead of {then.steps}."
         optimizers = {"optimizer": recipe.optimizer}
         if estimator_traits(recipe.algorithm.advantage.name).critic:
             optimizers["algorithm.critic.optimizer"] = recipe.algorithm.critic.optimizer

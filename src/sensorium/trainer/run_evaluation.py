@@ -17,6 +17,7 @@ from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.step_metrics import MediaMeter
 from sensorium.trainer.task_loader import TaskLoader
 from sensorium.vocabulary.errors import SensoriumError
+from sensorium.vocabulary.plain import counted
 from sensorium.vocabulary.task import Task
 
 
@@ -86,7 +87,7 @@ class RunEvaluator:
         if self._playable is None:
             fitting, unfit = await self.loader.fitting(self._tasks, self.recipe.held_out_rollout)
             if fitting and unfit:
-                self.watcher.noted(f"{len(unfit)} held-out tasks were skipped; the first because: {unfit[0].reason}")
+                self.watcher.noted(f"skipped {counted(len(unfit), 'held-out task')}; the first because: {unfit[0].reason}")
             self._playable, self._unfit = tuple(fitting), unfit
         if not self._playable and self._warned_at != step:  # each time: a missing result must not go unseen
             self._warned_at = step

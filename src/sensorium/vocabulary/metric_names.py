@@ -22,14 +22,14 @@ OPEN_FAMILIES = (
     "environment", "engine", "staleness", "wait", "worker",
 )  # fmt: skip
 
-# Counted on the console: what a step left out.
+# Counted on the console: what a step left out, in words for one and for several. A row drawn twice is two skips.
 TROUBLES = {
-    "episodes/failed": "failed",
-    "episodes/dropped": "dropped",
-    "episodes/out_of_context": "out of context",
-    "tasks/skipped_bad": "bad rows skipped",
-    "tasks/skipped_long": "long prompts skipped",
-    "policy/skipped": "updates skipped",
+    "episodes/failed": ("episode failed", "episodes failed"),
+    "episodes/dropped": ("episode dropped", "episodes dropped"),
+    "episodes/out_of_context": ("episode out of context", "episodes out of context"),
+    "tasks/skipped_bad": ("skip of a bad row", "skips of bad rows"),
+    "tasks/skipped_long": ("skip of a long prompt", "skips of long prompts"),
+    "policy/skipped": ("update skipped", "updates skipped"),
 }
 # Small charts of the report.
 DETAILS = {

@@ -31,6 +31,11 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseExc
         return None, error
 
 
+def counted(count: float, one: str, many: str = "") -> str:
+    """A count with its noun: ``1 row``, ``2 rows``, ``1 skip of a bad row``."""
+    return f"{count:,.0f} {one if round(count) == 1 else many or one + 's'}"
+
+
 def number_of(value: Any) -> float:
     """A float from a number: bool, int, float, Fraction, Decimal, a scalar or 0-d array of numpy or torch."""
     if type(value) is float:

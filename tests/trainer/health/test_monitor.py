@@ -110,7 +110,8 @@ def test_a_resumed_run_tells_what_the_uninterrupted_one_does(tmp_path: Path) -> 
     second, ear = monitor(tmp_path / "cut")
     second.restore()
     second.remind()
-    assert {notice.rule: notice.state for notice in ear.heard} == {"learning_rate": "goes on", "blind": "began"}
+    heard = {notice.rule: (notice.step, notice.state) for notice in ear.heard}
+    assert heard == {"learning_rate": (1, "before"), "blind": (0, "before")}
     go(second, tmp_path / "cut", rows[9:], first=10)
     for name in ("health.jsonl", "metrics.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -183,7 +184,7 @@ def test_a_short_run_that_trained_nothing_by_chance_is_noted_and_known_to_the_co
 def test_a_short_run_whose_cause_is_known_is_refused(tmp_path: Path) -> None:
     health, _ = monitor(tmp_path)
     go(health, tmp_path, [{"groups/trained": 0, "policy/skipped": 1}])
-    with pytest.raises(NothingTrained, match="none of the 1 steps"):
+    with pytest.raises(NothingTrained, match="the only step made no update"):
         health.refuse_untrained()
 
 

@@ -147,7 +147,7 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         facts(HEALTHY, group(*(episode(i, 0.5, "a red square") for i in range(4))), sections=MEMORIES),
         "none of 4",
     ),
-    "bad_rows": (facts(HEALTHY | {"tasks/skipped_bad": 5}), "5 rows were skipped to play 1"),
+    "bad_rows": (facts(HEALTHY | {"tasks/skipped_bad": 5}), "rows were skipped 5 times to play 1 task"),
     "learning_rate": (facts(HEALTHY | {"policy/lr": 1e10}), "the learning rate is 1e+10"),
     "gradient": (facts(HEALTHY | {"policy/grad_norm": 4e8}), "the gradient norm is 4e+08"),
     "sudden_loss": (

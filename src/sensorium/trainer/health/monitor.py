@@ -123,11 +123,10 @@ class Health:
         self._rows_lost = self.history.steps < done
 
     def remind(self) -> None:
-        """Report to the watchers of a resumed run which findings last, those of the sight check at step 0 included."""
+        """Give the watchers of a resumed run the findings from before it that last, those of step 0 included."""
         for rule, course in self.courses.open.items():
             text, grave = self._texts.get(rule, LOST)
-            state: State = "began" if rule in BY_SIGHT_CHECK else "goes on"
-            self.watcher.diagnosed(Notice(course.began, rule, state, text, grave))
+            self.watcher.diagnosed(Notice(course.began, rule, "before", text, grave))
 
     def evaluated(self, step: int, summary: Mapping[str, Any]) -> None:
         """Add an evaluation on the held-out tasks."""
@@ -190,13 +189,14 @@ class Health:
         """Which steps have trained nothing; empty if that is unknown, since rows are lost that may have had an update."""
         history, limit = self.history, self.recipe.health.stop_after
         if self.idle and history.steps < self.recipe.total_steps:
-            return f"the last {history.idle} steps made no update, so the run was stopped (health.stop_after: {limit})"
+            last = "the last step" if history.idle == 1 else f"the last {history.idle} steps"
+            return f"{last} made no update, so the run was stopped (health.stop_after: {limit})"
         if self._rows_lost:
             return ""
         if history.steps and not history.trained:
-            return f"none of the {history.steps} steps made an update"
+            return _no_update(history.steps)
         if history.rl_steps and not history.rl_trained:
-            return f"none of the {history.rl_steps} steps of RL made an update, only the warm start did"
+            return f"{_no_update(history.rl_steps, ' of RL')}, only the warm start did"
         return ""
 
     def _report(self, step: int, found: Sequence[Finding], *, looked: bool = True) -> None:
@@ -212,6 +212,10 @@ class Health:
             self._reported_grave[rule] = grave
             write_notice(self.directory.health, notice)
             self.watcher.diagnosed(notice)
+
+
+def _no_update(steps: int, of: str = "") -> str:
+    return f"the only step{of} made no update" if steps == 1 else f"none of the {steps} steps{of} made an update"
 
 
 def run_untrained(directory: RunDirectory, recipe: Recipe) -> str:

@@ -19,6 +19,7 @@ from sensorium.runs.run_directory import step_name
 from sensorium.trainer.health.facts import RECENT, HeldOutResult, StepFacts, lacks_answer, was_judged
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.metric_names import REPLACEMENTS
+from sensorium.vocabulary.plain import counted
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -469,7 +470,7 @@ def bad_rows(facts: StepFacts) -> Finding | None:
         return None
     cause = "rows or their media are broken, or prompts too long (tasks.on_bad_row, tasks.on_long_prompt: skip)"
     advice = "Set both to refuse, which names the rows and why"
-    return Finding("bad_rows", f"{skipped:.0f} rows were skipped to play {tasks}", cause, advice)
+    return Finding("bad_rows", f"rows were skipped {skipped:.0f} times to play {counted(tasks, 'task')}", cause, advice)
 
 
 def _flat(facts: StepFacts) -> bool:
