@@ -149,6 +149,11 @@ def numbered_by_turn(text: str) -> str:
     return "<|im_start|>".join(turns)
 
 
+def thinking_by_turn(text: str) -> str:
+    """Qwen3.5's template begins an answer that is asked for with ``<think>``, and no answer of a finished turn."""
+    return re.sub(r"(<\|im_start\|>assistant\n)(?!<think>)", r"\1<think>\n", text)
+
+
 UNTIED = {"tie_word_embeddings": False}
 OBLONG = {"moe_intermediate_size": 48}  # experts that are not square show their orientation
 QWEN_BOXES = ("<|object_ref_start|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>")
@@ -164,7 +169,8 @@ class FamilyRow:
     videos of one length only. ``shortest_s``: sounds that are shorter depend on the batch in the stock model; ``heard_s``:
     videos with sound of another length have positions with fractions there. ``unused``: parameters that the stock model
     computes nothing with; ``fixed``: those that it would train though its class freezes them. ``tied``: whether the
-    learner's gradients are compared with a tied head. ``by_turn`` rewrites a conversation that the stock template has
+    learner's gradients are compared with a tied head. ``rounding``: how far logits may be from the stock model's, relative
+    to the largest. ``by_turn`` rewrites a conversation that the stock template has
     rendered as a whole to what it renders turn by turn.
     """
 
@@ -180,6 +186,7 @@ class FamilyRow:
     unused: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
     tied: bool = False
+    rounding: float = 1e-5
     by_turn: Callable[[str], str] = str
 
 
@@ -218,6 +225,19 @@ FAMILY_ROWS = {
         },
         boxes=QWEN_BOXES,
         tied=True,
+    ),
+    "qwen3_5": FamilyRow(
+        {"Qwen3.5-2B": Published(same, text_config), "Qwen3.5-9B": Published(same, text_config, UNTIED)},
+        boxes=QWEN_BOXES,
+        by_turn=thinking_by_turn,
+        rounding=5e-5,
+        tied=True,
+    ),
+    "qwen3_5_moe": FamilyRow(
+        {"Qwen3.5-35B-A3B": Published(same, text_config, UNTIED | OBLONG)},
+        boxes=QWEN_BOXES,
+        by_turn=thinking_by_turn,
+        rounding=5e-5,
     ),
     "qwen3_omni_moe": FamilyRow(
         {"Qwen3-Omni-30B-A3B": Published(whole_omni3, omni3_config, UNTIED | OBLONG)},

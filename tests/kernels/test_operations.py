@@ -27,6 +27,7 @@ from ..engines.test_decode_kernels import VOCAB, make_rows
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOURCE = Path(sensorium.__file__).parent
 ONE_LAUNCH = "decode attend in one launch"  # bfloat16 on a GPU from Hopper on: tests/engines/test_row_attention.py
+DELTA = ("delta chunks", "delta step")  # flash-linear-attention's own kernels, on a GPU: tests/models/test_delta_net.py
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -230,7 +231,7 @@ def test_the_fast_form_gives_what_its_reference_gives(name: str) -> None:
 
 
 def test_every_operation_of_the_table_is_compared() -> None:
-    assert {*CASES, ONE_LAUNCH} == set(OPERATIONS)
+    assert {*CASES, ONE_LAUNCH, *DELTA} == set(OPERATIONS)
 
 
 def test_kernels_are_written_in_one_package() -> None:

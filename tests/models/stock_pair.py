@@ -81,7 +81,7 @@ def processed(policy: Policy, messages: Sequence[Message], generate: bool = True
     conversation = plain(policy, messages)
     media = [item for message in messages for item in message.media]
     alone = policy.family == "llava_onevision"  # each picture as the only one
-    if alone or any(item.kind != "picture" for item in media):
+    if alone or FAMILY_ROWS[policy.family].by_turn is not str or any(item.kind != "picture" for item in media):
         text = owner.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
         if policy.chat.media_format.own_marks:
             # As transformers 4.57 does: the steps of a video replace the template's marks as well.

@@ -28,6 +28,8 @@ OPERATIONS: dict[str, tuple[str, str]] = {
     "pages copied": ("engines.native.key_values:PagePool._fill", "kernels.attention_triton:copy_pages"),
     "head": ("learner.forward:TokenLogprobs.apply", "kernels.learner_triton:HeadLogprobs.apply"),
     "adamw": ("learner.optimizer:step_all", "learner.optimizer:KernelTables"),
+    "delta chunks": ("kernels.delta_rule:torch_chunks", "kernels.delta_rule:fla_chunks"),
+    "delta step": ("kernels.delta_rule:torch_step", "kernels.delta_rule:fla_step"),
     "matched product": ("kernels.matched_ops:TorchMatched.product", "kernels.matched_ops:TritonMatched.product"),
     "matched attend": ("kernels.matched_ops:TorchMatched.attend", "kernels.matched_ops:TritonMatched.attend"),
 }

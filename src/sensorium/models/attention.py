@@ -12,13 +12,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from sensorium.models.delta_net import DeltaTokens, advance
 from sensorium.models.family import IMPLEMENTATION
+from sensorium.vocabulary.errors import ModelError
 
 
 class Attention(Protocol):
     """The attention of one forward. Called once per layer, and again where a layer is recomputed: it must be repeatable.
 
-    Keys and values come unrepeated and already rotated; the result is [B, T, H, D].
+    Keys and values come unrepeated and already rotated; the result is [B, T, H, D]. For models with gated delta nets it is
+    a ``DeltaAttention`` as well (``models/delta_net.py``).
     """
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor: ...
@@ -32,6 +35,12 @@ class MaskedAttention:
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         return masked_attention(query_BHTD, key_BKTD, value_BKTD, scaling, self.mask)
+
+    def delta(self, net: Any, tokens: DeltaTokens) -> Tensor:
+        """Delta nets read rows from their first token on. A mask that says anything else than "causal" is refused."""
+        if self.mask is not None and not torch.equal(self.mask, torch.ones_like(self.mask).tril()):
+            raise ModelError("a gated delta net has no mask: rows may only be causal, padded at their end.")
+        return advance(net, tokens)[0]
 
 
 def masked_attention(

@@ -32,7 +32,8 @@ class FamilyFacts:
     tokenizer for them (none: Qwen's), ``more_tokens`` others; ``closing`` ends an assistant's turn. ``token_keys``: the
     keys by which its config names special tokens. ``words``: words of its prompts that the shipped tasks do not use.
     ``processor``: builds its processor from transformers, the given tokenizer and template, and the config.
-    ``before_saving``: corrects a stock model that transformers would save under other names than the published ones.
+    ``before_saving``: corrects a fresh stock model: names that transformers would save other than the published ones, or
+    first weights that would make it a poor model of its kind.
     ``published_pixels``: the least and most pixels of a picture, and of a frame (Qwen3-VL: a clip), and
     ``published_sound_s`` the seconds of sound, that its published checkpoints take.
 
@@ -42,9 +43,10 @@ class FamilyFacts:
     ``unloaded``: patterns of published weights that are left out on purpose. ``names``: what published names contain.
     ``requires``: a package it cannot do without, and why. ``vllm``: its log-probs from vLLM were held to the native
     engine's, so that engine may sample it. ``query_bias``, ``query_norm``: whether queries and keys (and values) of its own
-    language model have biases, or norms. ``light_tower``: the blocks of its vision tower are functions that keep little for
-    the backward pass (``models/tower.py``). ``stands_in``: ``sensorium validate`` takes its tiny model in place of a
-    checkpoint that is not on this machine and whose name tells no family.
+    language model have biases, or norms; ``query_gate``: its queries come with a gate of the same size. ``light_tower``:
+    the blocks of its vision tower are functions that keep little for the backward pass (``models/tower.py``).
+    ``stands_in``: ``sensorium validate`` takes its tiny model in place of a checkpoint that is not on this machine and
+    whose name tells no family.
     """
 
     prefix: str
@@ -72,6 +74,7 @@ class FamilyFacts:
     vllm: bool = False
     query_bias: bool = False
     query_norm: bool = False
+    query_gate: bool = False
     light_tower: bool = False
     stands_in: bool = False
 
@@ -90,6 +93,11 @@ class FamilyFacts:
     def has_experts(self) -> bool:
         """Whether its language model is a mixture of experts."""
         return "num_experts" in self.text
+
+    @property
+    def has_delta_nets(self) -> bool:
+        """Whether some layers of its language model are gated delta nets."""
+        return "linear_num_value_heads" in self.text
 
     @property
     def model_class(self) -> str:

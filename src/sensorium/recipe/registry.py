@@ -212,6 +212,8 @@ NAMES: dict[str, dict[str, str]] = {
         "qwen2_audio": "sensorium.models.families.qwen2_audio:Qwen2Audio",
         "qwen2_5_omni": "sensorium.models.families.qwen2_5_omni:Qwen25Omni",
         "qwen2_5_vl": "sensorium.models.families.qwen2_5_vl:Qwen25VL",
+        "qwen3_5": "sensorium.models.families.qwen3_5:Qwen35",
+        "qwen3_5_moe": "sensorium.models.families.qwen3_5:Qwen35Moe",
         "qwen3_omni_moe": "sensorium.models.families.qwen3_omni:Qwen3Omni",
         "qwen3_vl": "sensorium.models.families.qwen3_vl:Qwen3VL",
         "qwen3_vl_moe": "sensorium.models.families.qwen3_vl:Qwen3VLMoe",

@@ -86,30 +86,78 @@ def tower_tensors(config: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def _language_tensors(text: dict[str, Any], facts: FamilyFacts | None) -> Shapes:
-    """The tensors of a language model with layers as Qwen's or Llama's; its own family's facts tell biases and norms."""
+    """The tensors of a language model with layers as Qwen's or Llama's; its family's facts tell biases, norms, gates."""
+    hidden = text["hidden_size"]
+    norms = {"input_layernorm.weight": [hidden], "post_attention_layernorm.weight": [hidden]}
+    mlp = _mlp_tensors(text)
+    yield "language_model.embed_tokens.weight", [text["vocab_size"], hidden]
+    yield "language_model.norm.weight", [hidden]
+    for i, delta in enumerate(delta_layers(text)):
+        layer = (_delta_tensors(text) if delta else _attention_tensors(text, facts)) | norms | mlp
+        yield from ((f"language_model.layers.{i}.{name}", shape) for name, shape in layer.items())
+
+
+def delta_layers(text: dict[str, Any]) -> list[bool]:
+    """Which layers of a language model are gated delta nets. Without ``layer_types``, every nth is not."""
+    count: int = text["num_hidden_layers"]
+    if "linear_num_value_heads" not in text:
+        return [False] * count
+    if named := text.get("layer_types"):
+        return [name == "linear_attention" for name in named]
+    interval = text.get("full_attention_interval", 4)
+    return [bool((i + 1) % interval) for i in range(count)]
+
+
+def _attention_tensors(text: dict[str, Any], facts: FamilyFacts | None) -> dict[str, list[int]]:
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     head_dim = text.get("head_dim") or hidden // heads
     queries, keys = heads * head_dim, text.get("num_key_value_heads", heads) * head_dim
-    outputs = {"q": queries, "k": keys, "v": keys}
+    outputs = {"q": 2 * queries if facts and facts.query_gate else queries, "k": keys, "v": keys}
     layer = {f"self_attn.{name}_proj.weight": [size, hidden] for name, size in outputs.items()}
     layer |= {"self_attn.o_proj.weight": [hidden, queries]}
-    layer |= {"input_layernorm.weight": [hidden], "post_attention_layernorm.weight": [hidden]}
     if facts and facts.query_bias:
         layer |= {f"self_attn.{name}_proj.bias": [size] for name, size in outputs.items()}
     if facts and facts.query_norm:
         layer |= {"self_attn.q_norm.weight": [head_dim], "self_attn.k_norm.weight": [head_dim]}
-    if experts := text.get("num_experts") or text.get("num_local_experts", 0):
-        wide = text["moe_intermediate_size"]
-        layer |= {"mlp.gate.weight": [experts, hidden], "mlp.experts.gate_up_proj": [experts, 2 * wide, hidden],
-                  "mlp.experts.down_proj": [experts, hidden, wide]}  # fmt: skip
-    else:
-        wide = text["intermediate_size"]
-        layer |= {"mlp.gate_proj.weight": [wide, hidden], "mlp.up_proj.weight": [wide, hidden],
-                  "mlp.down_proj.weight": [hidden, wide]}  # fmt: skip
-    yield "language_model.embed_tokens.weight", [text["vocab_size"], hidden]
-    yield "language_model.norm.weight", [hidden]
-    for i in range(text["num_hidden_layers"]):
-        yield from ((f"language_model.layers.{i}.{name}", shape) for name, shape in layer.items())
+    return layer
+
+
+def _delta_tensors(text: dict[str, Any]) -> dict[str, list[int]]:
+    hidden, heads = text["hidden_size"], text["linear_num_value_heads"]
+    values, channels = heads * text["linear_value_head_dim"], _delta_channels(text)
+    matrices = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    layer = {f"linear_attn.{name}.weight": [size, hidden] for name, size in matrices.items()}
+    return layer | {
+        "linear_attn.out_proj.weight": [hidden, values],
+        "linear_attn.conv1d.weight": [channels, 1, text["linear_conv_kernel_dim"]],
+        "linear_attn.norm.weight": [text["linear_value_head_dim"]],
+        "linear_attn.A_log": [heads],
+        "linear_attn.dt_bias": [heads],
+    }
+
+
+def _delta_channels(text: dict[str, Any]) -> int:
+    """Queries, keys and values of a token of a gated delta net."""
+    keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    channels: int = 2 * keys + text["linear_num_value_heads"] * text["linear_value_head_dim"]
+    return channels
+
+
+def _mlp_tensors(text: dict[str, Any]) -> dict[str, list[int]]:
+    hidden = text["hidden_size"]
+    if not (experts := text.get("num_experts") or text.get("num_local_experts", 0)):
+        return _gated_tensors("mlp", hidden, text["intermediate_size"])
+    wide = text["moe_intermediate_size"]
+    layer = {"mlp.gate.weight": [experts, hidden], "mlp.experts.gate_up_proj": [experts, 2 * wide, hidden],
+             "mlp.experts.down_proj": [experts, hidden, wide]}  # fmt: skip
+    if shared := text.get("shared_expert_intermediate_size", 0):
+        layer |= _gated_tensors("mlp.shared_expert", hidden, shared) | {"mlp.shared_expert_gate.weight": [1, hidden]}
+    return layer
+
+
+def _gated_tensors(at: str, hidden: int, wide: int) -> dict[str, list[int]]:
+    return {f"{at}.gate_proj.weight": [wide, hidden], f"{at}.up_proj.weight": [wide, hidden],
+            f"{at}.down_proj.weight": [hidden, wide]}  # fmt: skip
 
 
 def told_by_part(names: Iterable[str], most: int = 4) -> str:

@@ -1,0 +1,177 @@
+"""The gated delta rule of linear attention (Qwen3.5): each value head has a state S [K, V] in place of keys and values.
+
+A token decays the state, corrects what it holds for the token's key, and reads it::
+
+    S ← exp(decay) · S      S ← S + key ⊗ beta · (value − Sᵀ·key)      out = Sᵀ·query / √K
+
+Queries and keys are normed to length 1 first. A token with decay 0 and beta 0 changes nothing, so padding is inert.
+The state is float32 in every precision: rounded to bfloat16 after each token, it made the log-probs of engine and learner
+differ 4.5 times as much. Axes: B rows, T tokens, H key heads, G value heads (a multiple of H), K and V their sizes, R runs.
+"""
+
+from functools import lru_cache
+from importlib import import_module
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sensorium.kernels.fallbacks import fall_back, trying
+
+Result = tuple[Tensor, Tensor]
+# How far results and gradients in 16 bits may be from the reference in float32, relative to the largest.
+BOUND = 0.02
+
+
+@lru_cache(maxsize=1)
+def _stock() -> Any:
+    return import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+
+
+def _run(name: str, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None) -> Result:
+    """One of transformers' torch functions. Unwrapped: the name itself may mean a kernel that takes no CPU tensors."""
+    share = value.shape[2] // key.shape[2]
+    if share > 1:
+        query, key = (x.repeat_interleave(share, dim=2) for x in (query, key))
+    out, after = unwrap(getattr(_stock(), name))(
+        query, key, value, g=decay, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    return out, after
+
+
+def torch_chunks(
+    query_BTHK: Tensor,
+    key_BTHK: Tensor,
+    value_BTGV: Tensor,
+    decay_BTG: Tensor,
+    beta_BTG: Tensor,
+    state_BGKV: Tensor | None = None,
+    ends_R1: Tensor | None = None,
+) -> Result:
+    """The result [B, T, G, V] and the state after the last token; ``state_BGKV``: before the first (None: zeros).
+
+    With ``ends_R1`` the only row is R runs end to end, from ``ends_R1[i]`` to ``ends_R1[i + 1]``, each with its own state.
+    """
+    given = (query_BTHK, key_BTHK, value_BTGV, decay_BTG, beta_BTG)
+    if ends_R1 is None:
+        return _run("torch_chunk_gated_delta_rule", *given, state_BGKV)
+    lengths = ends_R1.diff().tolist()
+    runs = zip(*(x.split(lengths, dim=1) for x in given), strict=True)
+    states = [None] * len(lengths) if state_BGKV is None else list(state_BGKV.split(1))
+    found = [torch_chunks(*run, state) for run, state in zip(runs, states, strict=True)]
+    return torch.cat([out for out, _ in found], dim=1), torch.cat([state for _, state in found])
+
+
+def torch_step(
+    query_B1HK: Tensor,
+    key_B1HK: Tensor,
+    value_B1GV: Tensor,
+    decay_B1G: Tensor,
+    beta_B1G: Tensor,
+    state_BGKV: Tensor | None = None,
+) -> Result:
+    """The same for one token a row, without chunks."""
+    return _run("torch_recurrent_gated_delta_rule", query_B1HK, key_B1HK, value_B1GV, decay_B1G, beta_B1G, state_BGKV)
+
+
+def fla_chunks(
+    query_BTHK: Tensor,
+    key_BTHK: Tensor,
+    value_BTGV: Tensor,
+    decay_BTG: Tensor,
+    beta_BTG: Tensor,
+    state_BGKV: Tensor | None = None,
+    ends_R1: Tensor | None = None,
+) -> Result:
+    """``torch_chunks`` by flash-linear-attention, which has gradients through both states. ``ends_R1`` is int64."""
+    chunks: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    out, after = chunks(
+        query_BTHK, key_BTHK, value_BTGV, g=decay_BTG, beta=beta_BTG, initial_state=state_BGKV, output_final_state=True,
+        use_qk_l2norm_in_kernel=True, cu_seqlens=ends_R1,
+    )  # fmt: skip
+    return out, after
+
+
+def fla_step(
+    query_B1HK: Tensor,
+    key_B1HK: Tensor,
+    value_B1GV: Tensor,
+    decay_B1G: Tensor,
+    beta_B1G: Tensor,
+    state_BGKV: Tensor | None = None,
+) -> Result:
+    """``torch_step`` by flash-linear-attention; it has no gradient."""
+    step: Any = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+    out, after = step(
+        query_B1HK, key_B1HK, value_B1GV, g=decay_B1G, beta=beta_B1G, initial_state=state_BGKV, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return out, after
+
+
+def delta_rule(
+    query_BTHK: Tensor,
+    key_BTHK: Tensor,
+    value_BTGV: Tensor,
+    decay_BTG: Tensor,
+    beta_BTG: Tensor,
+    state_BGKV: Tensor | None = None,
+) -> Result:
+    """Rows by the fastest form that is right here: one token without a gradient as a step, all else in chunks."""
+    fast = usable(value_BTGV.device, query_BTHK.dtype, query_BTHK.shape[2], *value_BTGV.shape[2:], query_BTHK.shape[3])
+    steps = query_BTHK.shape[1] == 1 and not torch.is_grad_enabled()
+    form = (fla_step if fast else torch_step) if steps else (fla_chunks if fast else torch_chunks)
+    return form(query_BTHK, key_BTHK, value_BTGV, decay_BTG, beta_BTG, state_BGKV)
+
+
+@lru_cache(maxsize=64)
+def usable(device: torch.device, dtype: torch.dtype, heads: int, value_heads: int, value_size: int, size: int) -> bool:
+    """Whether flash-linear-attention takes these heads and agrees with the reference. In 16 bits on CUDA only.
+
+    In float32 its products are in TF32, which is too coarse for what float32 promises.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        error = trial(device, dtype, heads, value_heads, value_size, size)
+        if not error <= BOUND:
+            raise ValueError(f"it is {error:.2g} off (bound {BOUND:g})")
+    except Exception as error:  # a kernel that this GPU cannot run is a reason to be slow, not to stop
+        fall_back(
+            "gated delta nets run by plain torch, which is much slower, not by flash-linear-attention: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        return False
+    return True
+
+
+def trial(device: torch.device, dtype: torch.dtype, heads: int, value_heads: int, value_size: int, size: int) -> float:
+    """The largest error of the fast forms on a few short runs, gradients too, relative to the largest value."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths = [1, 70, 130]
+    count, ends = sum(lengths), torch.tensor([0, 1, 71, 201]).to(device)
+    tokens = [drawn(1, count, heads, size), drawn(1, count, heads, size), drawn(1, count, value_heads, value_size)]
+    tokens = [x.to(dtype).float() for x in tokens]
+    gates = [-drawn(1, count, value_heads).abs() / 8, drawn(1, count, value_heads).sigmoid()]
+    states = drawn(len(lengths), value_heads, size, value_size) / 4
+    upstream = [drawn(1, count, value_heads, value_size).to(device), torch.ones_like(states).to(device)]
+    results = []
+    with trying():
+        for form, kind in ((fla_chunks, dtype), (torch_chunks, torch.float32)):
+            given = [*(x.to(device, kind) for x in tokens), *(x.to(device) for x in (*gates, states))]
+            given = [x.requires_grad_() for x in given]
+            out, after = form(*given, ends_R1=ends)
+            found = torch.autograd.grad([out.float(), after], given, upstream)
+            results.append([x.detach().float() for x in (out, after, *found)])
+    with torch.no_grad():
+        for results_of, form, kind in zip(results, (fla_step, torch_step), (dtype, torch.float32), strict=True):
+            first = [*(x[:, :1].to(device, kind) for x in tokens), *(x[:, :1].to(device) for x in gates)]
+            results_of += [x.float() for x in form(*first, states[:1].to(device))]
+    pairs = list(zip(*results, strict=True))
+    errors = [float((found - right).abs().max() / right.abs().max()) for found, right in pairs]
+    return max(errors) if all(bool(found.isfinite().all()) for found, _ in pairs) else float("inf")
