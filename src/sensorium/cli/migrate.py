@@ -79,6 +79,8 @@ def _show(found: Migration, console: Terminal) -> None:
     console.print(rows)
     for note in found.notes:
         say(f"note: {note}", console)
+    for text in found.attention:
+        console.print(Text(f"ATTENTION: {text}", "bold red"), soft_wrap=True)
     if found.kept:
         say(f"from the recipe {found.start}, since no given key sets it: {', '.join(found.kept)}", console)
     start = f"the recipe {found.start}" if found.start else "no shipped recipe"

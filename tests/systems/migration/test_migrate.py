@@ -417,3 +417,182 @@ def test_it_needs_no_torch() -> None:
         f"assert main(['migrate', {str(GIVEN / 'vagen_svg.sh')!r}]) == 0; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+GRPO = VERL + "actor_rollout_ref.rollout.n=4 "
+
+
+def columns_of(recipe: Recipe) -> list[dict[str, str]]:
+    return [dict(source.options["columns"]) for source in (*recipe.tasks.train, *recipe.tasks.evaluate)]
+
+
+SEES = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct "
+
+
+def test_verls_default_column_of_pictures_is_read() -> None:
+    found = migrate(GRPO + SEES, "run.sh")
+    assert [one.get("pictures") for one in columns_of(recipe_of(found))] == ["images", "images"]
+    assert any("data.image_key" in note and "columns.pictures" in note for note in found.notes)
+    assert any("videos: videos" in note for note in found.notes)
+    for model in ("/models/vllm/Qwen2.5-7B", "$MODEL"):
+        unseen = migrate(f"{GRPO} actor_rollout_ref.model.path={model} ", "run.sh")
+        assert not any("pictures" in one for one in columns_of(recipe_of(unseen)))
+        assert any("pictures: images" in note for note in unseen.notes)
+    named = migrate(GRPO + SEES + "data.image_key=photos data.video_key=null", "run.sh")
+    assert [one.get("pictures") for one in columns_of(recipe_of(named))] == ["photos", "photos"]
+    assert not any("verl reads media" in note for note in named.notes)
+    assert kinds(named)["data.video_key"] == "no effect"
+
+
+def test_columns_of_media_are_those_of_files_that_can_be_read(tmp_path: Path) -> None:
+    from pyarrow import parquet, table
+
+    parquet.write_table(table({"prompt": ["a"], "images": ["b"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a", "videos": []}\n')
+    files = f"data.train_files={tmp_path}/a.parquet data.val_files={tmp_path}/b.jsonl"
+    found = migrate(
+        f"python3 -m verl.trainer.main_ppo {files} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 {SEES}",
+        "run.sh",
+    )
+    seen = [{part: one[part] for part in ("pictures", "videos") if part in one} for one in columns_of(found.recipe)]
+    assert seen == [{"pictures": "images"}, {"videos": "videos"}]
+    assert not any("verl reads media" in note for note in found.notes)
+
+
+def test_a_row_of_the_table_has_the_value_that_the_recipe_has(tmp_path: Path) -> None:
+    lengths = "policy: {model_name: m, max_total_sequence_length: 512, generation: {max_new_tokens: 512}}\n"
+    found = migrate(f"grpo: {{num_prompts_per_step: 8}}\n{lengths}data: {{prompt_file: a.txt}}\n", "nemo.yaml")
+    tokens = recipe_of(found).rollout.max_context_tokens
+    assert tokens > 512
+    assert text_of(found, "policy.max_total_sequence_length").startswith(f"rollout.max_context_tokens={tokens} (")
+    assert kinds(found)["data.prompt_file"] == "no place"
+    both = migrate(SLIME + "--use-wandb --use-tensorboard", "run.sh")
+    assert text_of(both, "--use-wandb").startswith("logging.loggers=[wandb, tensorboard]")
+    for name in sorted(path.name for path in GIVEN.iterdir()):
+        found = of(name)
+        data = yaml.safe_load(found.text)
+        for outcome in found.outcomes:
+            for place, value in re.findall(r"(?:^| )([a-z_]+(?:\.\w+)+)=(\d+)(?= |$)", outcome.text):
+                if outcome.kind == "became":
+                    at: Any = data
+                    for part in place.split("."):
+                        at = at[int(part)] if isinstance(at, list) else at[part]
+                    assert at == int(value), (name, place)
+
+
+def test_slime_evaluates_with_the_temperature_of_rollouts() -> None:
+    held_out = SLIME + "--eval-prompt-data a /b.parquet /c.parquet --rollout-temperature 0.7 "
+    found = migrate(held_out, "run.sh")
+    assert recipe_of(found).evaluation.temperature == 0.7
+    assert "--eval-temperature" in text_of(found, "--rollout-temperature")
+    assert recipe_of(migrate(held_out + "--eval-temperature 0", "run.sh")).evaluation.temperature == 0
+    assert text_of(migrate(SLIME + "--rollout-temperature 0.7", "run.sh"), "--rollout-temperature") == (
+        "rollout.temperature=0.7"
+    )
+
+
+def test_slimes_columns_are_those_of_every_file() -> None:
+    keys = '--multimodal-keys \'{"image": "photo"}\' --eval-prompt-data a /b.parquet /c.parquet --eval-label-key gold'
+    found = recipe_of(migrate(f"{SLIME} --label-key a {keys}", "run.sh"))
+    assert [one["pictures"] for one in columns_of(found)] == ["photo"] * 3
+    assert [one["answer"] for one in columns_of(found)] == ["a", "gold", "gold"]
+    assert [one["prompt"] for one in columns_of(found)] == ["input"] * 3, "slime's default of --input-key"
+
+
+@pytest.mark.parametrize("section", ["overlong_buffer", "reward_kwargs.overlong_buffer_cfg"])
+def test_verls_penalty_of_long_responses_is_a_reward_term(section: str) -> None:
+    keys = f"reward_model.{section}.len=128 reward_model.{section}.penalty_factor=0.5 reward_model.{section}.log=False "
+    found = migrate(f"{GRPO} reward_model.{section}.enable=True {keys} data.max_response_length=1024", "run.sh")
+    term = recipe_of(found).rewards.terms[1]
+    assert (term.name, dict(term.options)) == ("overlong", {"max_tokens": 1024, "buffer_tokens": 128, "penalty": 0.5})
+    off = migrate(f"{GRPO} reward_model.{section}.enable=False {keys}", "run.sh")
+    assert [term.name for term in recipe_of(off).rewards.terms] == ["math"]
+    assert kinds(off)[f"reward_model.{section}.len"] == "no effect"
+
+
+def test_nemo_rls_penalty_of_long_responses_is_a_reward_term() -> None:
+    shaping = "{enabled: true, overlong_buffer_length: 64, overlong_buffer_penalty: 1, max_response_length: 512}"
+    found = migrate(f"grpo: {{reward_shaping: {shaping}}}\npolicy: {{model_name: m}}\n", "nemo.yaml")
+    term = recipe_of(found).rewards.terms[1]
+    assert (term.name, dict(term.options)) == ("overlong", {"max_tokens": 512, "buffer_tokens": 64, "penalty": 1})
+
+
+def test_the_engine_is_taken_where_no_shipped_recipe_has_one() -> None:
+    found = migrate(GRPO + "actor_rollout_ref.rollout.enforce_eager=True actor_rollout_ref.rollout.name=vllm", "run.sh")
+    engine = recipe_of(found).rollout.engine
+    assert (engine.name, engine.options) == ("vllm", {"eager": True})
+    other = migrate(GRPO + "actor_rollout_ref.rollout.name=sglang", "run.sh")
+    assert (recipe_of(other).rollout.engine.name, kinds(other)["actor_rollout_ref.rollout.name"]) == ("native", "no place")
+    nemo_rl = migrate("policy: {model_name: m, generation: {backend: vllm}}\n", "nemo.yaml")
+    assert recipe_of(nemo_rl).rollout.engine.name == "vllm"
+    assert "rollout.engine=vllm" in text_of(of("vagen_svg.sh"), "actor_rollout_ref.rollout.name")
+
+
+def test_a_model_that_the_file_does_not_define_is_not_called_missing() -> None:
+    (note,) = [one for one in migrate(GRPO + "actor_rollout_ref.model.path=$MODEL", "run.sh").notes if "placeholder" in one]
+    assert "$MODEL" in note
+    (note,) = [one for one in migrate(GRPO, "run.sh").notes if "placeholder" in one]
+    assert "no actor_rollout_ref.model.path was given" in note
+
+
+def test_a_text_for_a_number_is_ignored_and_spoils_no_other_key() -> None:
+    found = migrate(VERL + "actor_rollout_ref.rollout.n=abc trainer.project_name=2024", "run.sh")
+    recipe = recipe_of(found)
+    assert (kinds(found)["actor_rollout_ref.rollout.n"], recipe.logging.project) == ("no place", "2024")
+    assert "batch.group_size" in text_of(found, "actor_rollout_ref.rollout.n")
+    assert not any(note.startswith("actor_rollout_ref.actor.ppo_mini_batch_size") for note in found.notes)
+
+
+def test_all_defaults_of_verl_that_were_taken_are_listed() -> None:
+    found = migrate(GRPO, "run.sh")
+    recipe = recipe_of(found)
+    assert (recipe.optimizer.weight_decay, recipe.model.dtype, recipe.model.gradient_checkpointing) == (
+        0.01,
+        "bfloat16",
+        True,
+    )
+    (note,) = [note for note in found.notes if "own defaults" in note]
+    for key in (
+        "optim.weight_decay=0.01",
+        "fsdp_config.dtype=bfloat16",
+        "optim.lr=1e-06",
+        "enable_gradient_checkpointing=true",
+    ):
+        assert key in note, key
+
+
+@pytest.mark.parametrize("passed_on", ["$@", '"$@"', "${@:1}"])
+def test_arguments_that_a_script_passes_on_are_noted(passed_on: str) -> None:
+    assert any(passed_on in note for note in migrate(f"{GRPO} {passed_on}\n", "run.sh").notes)
+    assert not any("passes on" in note for note in migrate(GRPO, "run.sh").notes)
+    given = migrate(GRPO + "trainer.default_local_dir=$1\n", "run.sh")
+    assert kinds(given)["trainer.default_local_dir"] == "no place"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (GRPO + "custom_reward_function.path=/x/mine.py custom_reward_function.name=score", "mine:score"),
+        (GRPO + "custom_reward_function.path=/x/mine.py", "mine:compute_score"),
+        (GRPO + "reward_model.enable=True", "reward model"),
+        (SLIME + "--custom-rm-path a.b.score", "a.b:score"),
+        (SLIME + "--rm-type f1", "f1"),
+        ("policy: {model_name: m}\nenv: {x: {reward_functions: [{name: format}, {name: mine}]}}\n", "mine"),
+    ],
+)
+def test_a_reward_that_the_recipe_lacks_is_prominent(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / ("a.yaml" if text.startswith("policy") else "a.sh")
+    given.write_text(text)
+    assert main(["migrate", str(given), "-o", str(tmp_path / "recipe.yaml")]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ATTENTION")]
+    assert named in line
+    written = (tmp_path / "recipe.yaml").read_text()
+    assert "# ATTENTION" in written
+    assert load_recipe(tmp_path / "recipe.yaml").rewards.terms
+
+
+def test_no_attention_where_nothing_is_lacking() -> None:
+    assert [of(name).attention for name in STARTS] == [[]] * len(STARTS)
+    assert migrate(GRPO + "custom_reward_function.path=null reward_model.enable=False", "run.sh").attention == []

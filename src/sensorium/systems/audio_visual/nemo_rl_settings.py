@@ -35,9 +35,11 @@ from sensorium.systems.migration.outcomes import (
     flat,
     listed,
     loggers,
+    name_engine,
     no_effect,
     no_place,
     of_loss,
+    overlong,
     parsed,
     run_name,
     switch,
@@ -140,9 +142,11 @@ def migrate_nemo(
     start = "audio_visual" if own or bare else ""
     sheet = Sheet("NeMo-RL", start, [Setting(key, value, lines.get(key, 0)) for key, value in found.items()], notes)
     if not start:
-        sheet.put("optimizer.weight_decay", 0.01)
         sheet.notes.append("NeMo-RL's data sets are not read here: name rows under tasks.train (docs/guides/tasks.md).")
     sheet.settle(RULES, FIRST)
+    if not start and "optimizer.weight_decay" not in sheet.changed:
+        sheet.put("optimizer.weight_decay", 0.01)
+        sheet.notes.append("no weight decay was given: optimizer.weight_decay is 0.01, as in NeMo-RL's configurations.")
     if not start and "rewards.terms" not in sheet.changed:
         sheet.notes.append(
             "no reward function became a term: this recipe has the term math. Others: docs/reference/rewards.md."
@@ -191,12 +195,40 @@ def _problem_types(side: str) -> Rule:
 def _terms(sheet: Sheet, setting: Setting) -> Rule:
     given = [one for one in setting.value if isinstance(one, dict)] if isinstance(setting.value, list) else []
     known = [one for one in given if one.get("name") in REWARD_TERMS]
+    others = ", ".join(str(one.get("name")) for one in given if one not in known)
+    if others:
+        sheet.attention.append(
+            f"the reward of this recipe lacks NeMo-RL's {others} ({setting.key}): write a term of your own and name it "
+            "under rewards.terms (docs/reference/rewards.md)."
+        )
     if not known:
         return TERMS
-    others = ", ".join(str(one.get("name")) for one in given if one not in known)
     note = f"no place for {others}: write a term of your own (docs/reference/rewards.md)" if others else ""
     terms = [{"name": REWARD_TERMS[one["name"]], "weight": float(one.get("weight", 1.0))} for one in known]
     return Answer("became", note, {"rewards.terms": terms})
+
+
+def _shaping(sheet: Sheet, setting: Setting) -> Rule:
+    """DAPO's penalty of long responses, the reward term overlong."""
+    section, _, part = setting.key.rpartition(".")
+    if not sheet.value(f"{section}.enabled", False):
+        return no_effect("reward shaping is off")
+    if part == "stop_properly_penalty_coef":
+        return feature("rollout.mask_truncated leaves truncated responses out of training")
+    if sheet.value(f"{section}.stop_properly_penalty_coef") is not None:
+        return no_effect("NeMo-RL does not use it where stop_properly_penalty_coef is set")
+    options = {
+        "max_tokens": sheet.value(f"{section}.max_response_length", sheet.at("rollout.max_new_tokens", 512)),
+        "buffer_tokens": sheet.value(f"{section}.overlong_buffer_length", 0),
+        "penalty": sheet.value(f"{section}.overlong_buffer_penalty", 1.0),
+    }
+    names = {
+        "max_response_length": "max_tokens", "overlong_buffer_length": "buffer_tokens",
+        "overlong_buffer_penalty": "penalty", "enabled": "",
+    }  # fmt: skip
+    return (
+        overlong(sheet, names[part], options) if part in names else feature("the reward term overlong has no such option")
+    )
 
 
 def _logger(name: str) -> Rule:
@@ -318,9 +350,7 @@ TABLE: dict[str, Any] = {
         "adv_estimator.name": _estimator,
         "adv_estimator.minus_baseline": no_effect("a setting of Reinforce++ with baseline, which is an estimator here"),
         "adv_estimator.*": feature("algorithm.advantage"),
-        "reward_shaping.*": where(
-            "grpo.reward_shaping.enabled", feature("the reward term overlong"), "reward shaping is off"
-        ),
+        "reward_shaping.*": _shaping,
         "reward_scaling.*": where(
             "grpo.reward_scaling.enabled", feature("weights of rewards.terms"), "reward scaling is off"
         ),
@@ -430,7 +460,8 @@ TABLE: dict[str, Any] = {
         "val_top_*": SAMPLED,
         "stop_strings": switch("rollout.stop", "there are none"),
         "stop_token_ids": feature("rollout.stop takes texts"),
-        "backend vllm_cfg.* vllm_kwargs vllm_kwargs.* colocated.* mcore_generation_config.* sglang_cfg.*"
+        "backend": name_engine,
+        "vllm_cfg.* vllm_kwargs vllm_kwargs.* colocated.* mcore_generation_config.* sglang_cfg.*"
         " sglang_kwargs.* refit_transport refit_cfg.* port_range_* real_quant_export_cpu_offload model_name"
         " _pad_token_id trtllm_cfg.* quant_cfg": ENGINE,
     },
@@ -445,11 +476,13 @@ TABLE: dict[str, Any] = {
         "shuffle": "tasks.shuffle",
         "num_workers": no_effect("rows of the next step are read ahead in a thread"),
         "max_input_seq_length": no_place("rollout.max_context_tokens; what is longer is skipped or refused, never cut"),
-        "default.prompt_file": feature("a source's option instruction ends its prompts"),
-        "default.system_prompt_file": feature("a source's option system goes before its prompts"),
+        "prompt_file *.prompt_file": feature(
+            "a source's option instruction ends its prompts; what the file has before {} belongs into the rows"
+        ),
+        "system_prompt_file *.system_prompt_file": feature("a source's option system goes before its prompts"),
         "default.env_name": TERMS,
         "default.processor": PROCESSOR,
-        "*.split *.split_validation_size *.seed *.subset *.prompt_file *.system_prompt_file *.processor *.env_name"
+        "*.split *.split_validation_size *.seed *.subset *.processor *.env_name"
         " *.input_key *.output_key *.download_dir": feature("options of a source (docs/guides/tasks.md)"),
         "use_multiple_dataloader num_prompts_per_dataloader add_bos add_eos add_generation_prompt default.*": feature(
             "tasks.train mixes sources by weight"

@@ -15,10 +15,10 @@ from sensorium.systems.migration.outcomes import (
     ADAMW,
     CLUSTER,
     DROP,
-    OWN_REWARD,
     SCHEDULE,
     STORED,
     TEMPLATE,
+    Answer,
     Migration,
     Outcome,
     Rule,
@@ -36,6 +36,7 @@ from sensorium.systems.migration.outcomes import (
     no_effect,
     no_place,
     of_loss,
+    own_reward,
     parsed,
     rows_source,
     run_name,
@@ -50,10 +51,15 @@ SEVERAL_TURNS = {
     "max_turns", "rollout_interaction_env_path", "--custom-generate-function-path", "--custom-config-path"
 }  # fmt: skip
 # slime's own values of arguments that a command leaves out, where a recipe's differ.
-DEFAULTS: dict[str, Any] = {"--eps-clip": 0.2, "--eps-clip-c": None, "--calculate-per-token-loss": False}
+DEFAULTS: dict[str, Any] = {
+    "--eps-clip": 0.2, "--eps-clip-c": None, "--calculate-per-token-loss": False, "--input-key": "input",
+}  # fmt: skip
 # Arguments that matter to a run and whose defaults are not filled in.
-NO_DEFAULTS = {"--n-samples-per-prompt": "batch.group_size", "--rollout-max-response-len": "rollout.max_new_tokens"}
-FIRST = ("--rollout-batch-size", "--n-samples-per-prompt", "--advantage-estimator")
+NO_DEFAULTS = {
+    "--n-samples-per-prompt": "batch.group_size", "--rollout-max-response-len": "rollout.max_new_tokens",
+    "--lr": "optimizer.lr",
+}  # fmt: skip
+FIRST = ("--prompt-data", "--eval-prompt-data", "--rollout-batch-size", "--n-samples-per-prompt", "--advantage-estimator")
 ENVIRONMENTS = {"examples.geo3k_vlm_multi_turn.env_geo3k": "geo3k"}
 
 
@@ -201,10 +207,19 @@ def _held_out(sheet: Sheet, setting: Setting) -> Rule:
     return {f"tasks.evaluate.{i}.options.path": one["options"]["path"] for i, one in enumerate(sources)}
 
 
+def _flat_sources(sheet: Sheet, sides: Sequence[str] = ("train", "evaluate")) -> list[str]:
+    """The places of the options ``columns`` of all sources that have them."""
+    places = [f"tasks.{side}.{i}.options.columns" for side in sides for i in range(len(sheet.at(f"tasks.{side}", [])))]
+    return [place for place in places if sheet.at(place) is not None]
+
+
 def _column(part: str) -> Rule:
     def rule(sheet: Sheet, setting: Setting) -> Rule:
-        sides = [side for side in ("train", "evaluate") if sheet.at(f"tasks.{side}.0.options.columns") is not None]
-        return {f"tasks.{side}.0.options.columns.{part}": setting.value for side in sides}
+        held_out = setting.key.startswith("--eval-")
+        own = f"--eval-{setting.key[2:]}" in sheet.settings  # of held-out rows
+        sides = ["evaluate"] if held_out else ["train"] if own else ["train", "evaluate"]
+        changes = {f"{place}.{part}": setting.value for place in _flat_sources(sheet, sides)}
+        return changes or no_effect("nothing is held out (--eval-prompt-data)" if held_out else "no rows are flat")
 
     return rule
 
@@ -214,7 +229,21 @@ def _media_columns(sheet: Sheet, setting: Setting) -> Rule:
     parts = {"image": "pictures", "video": "videos", "audio": "sounds"}
     if not isinstance(given, dict) or not set(given) <= set(parts):
         return no_place("media columns are pictures, videos and sounds (tasks.train.0.options.columns)")
-    return {f"tasks.train.0.options.columns.{parts[kind]}": column for kind, column in given.items()}
+    places = _flat_sources(sheet)
+    return {f"{place}.{parts[kind]}": column for place in places for kind, column in given.items()}
+
+
+def _temperature(sheet: Sheet, setting: Setting) -> Rule:
+    held_out = sheet.at("tasks.evaluate") or "--eval-prompt-data" in sheet.settings
+    if not held_out or "--eval-temperature" in sheet.settings:
+        return "rollout.temperature"
+    note = "slime samples held-out tasks with it, too, where --eval-temperature is left out"
+    return Answer("became", note, {"rollout.temperature": setting.value, "evaluation.temperature": setting.value})
+
+
+def _own_reward(sheet: Sheet, setting: Setting) -> Rule:
+    module, _, function = str(setting.value).rpartition(".")
+    return own_reward(sheet, setting, f"{module}:{function}")
 
 
 def _reward(sheet: Sheet, setting: Setting) -> Rule:
@@ -222,6 +251,11 @@ def _reward(sheet: Sheet, setting: Setting) -> Rule:
         return no_effect("the environment scores the answer by mathematical equality")
     if setting.value in ("math", "deepscaler", "dapo"):
         return {"rewards.terms": [{"name": "math"}]}
+    if "--custom-rm-path" not in sheet.settings:
+        sheet.attention.append(
+            f"the reward of this recipe is math, and slime's {setting.shown} (--rm-type) is no term here: choose a term or "
+            "write your own (docs/reference/rewards.md), and name it under rewards.terms."
+        )
     return no_place("choose a reward term (docs/reference/rewards.md); the recipe has math")
 
 
@@ -309,12 +343,15 @@ TABLE: dict[str, Any] = {
         "eval-prompt-data": _held_out,
         "input-key": _column("prompt"),
         "label-key": _column("answer"),
+        "eval-input-key": _column("prompt"),
+        "eval-label-key": _column("answer"),
         "multimodal-keys": _media_columns,
         "apply-chat-template": no_effect("the model's template is always applied"),
         "apply-chat-template-kwargs": TEMPLATE,
         "rollout-shuffle": {"tasks.shuffle": True},
         "rm-type": _reward,
-        "custom-rm-path": OWN_REWARD,
+        "custom-rm-path": _own_reward,
+        "eval-custom-rm-path": feature("held-out tasks are scored by the same reward terms"),
         "custom-generate-function-path": no_place(
             "several turns are an environment's here: geo3k, or slime's own (docs/guides/environments.md)"
         ),
@@ -333,7 +370,7 @@ TABLE: dict[str, Any] = {
         "rollout-max-response-len": _response,
         "rollout-max-context-len": "rollout.max_context_tokens",
         "rollout-max-prompt-len": no_place("rollout.max_context_tokens bounds prompt and response together"),
-        "rollout-temperature": "rollout.temperature",
+        "rollout-temperature": _temperature,
         "rollout-top-p": "rollout.top_p",
         "rollout-top-k": lambda sheet, setting: {"rollout.top_k": max(0, setting.value)},
         "rollout-stop": lambda sheet, setting: {"rollout.stop": listed(setting.value)},
@@ -342,6 +379,8 @@ TABLE: dict[str, Any] = {
         "n-samples-per-eval-prompt": _held("evaluation.samples"),
         "eval-temperature": _held("evaluation.temperature"),
         "eval-max-response-len": _held("evaluation.max_new_tokens"),
+        "eval-max-context-len": _held("evaluation.max_context_tokens"),
+        "eval-max-prompt-len": no_place("evaluation.max_context_tokens bounds prompt and response together"),
         "eval-top-[kp]": no_place(
             "held-out tasks are sampled with the rollout's top_p and top_k; evaluation.temperature=0 is greedy"
         ),

@@ -11,10 +11,13 @@ changes, an ``Answer``, or a function of sheet and setting that returns one of t
 
 import copy
 import re
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from sensorium.recipe.estimators_and_losses import estimator_traits, loss_takes, loss_traits
 from sensorium.recipe.load import check_recipe, read_recipe
@@ -25,7 +28,7 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 Kind = Literal["became", "no effect", "no place", "unknown"]
 DROP = object()  # as a value: the recipe's key is left out
 PROMPT = 2048  # tokens of a prompt where only the response is bounded
-UNSET = re.compile(r"\$[A-Za-z_{(]")
+UNSET = re.compile(r"\$[\w{(]")
 SECRET = re.compile(r"(^|[^a-z])(api[_-]?key|wandb[_-]?key|token|secret|password)$", re.IGNORECASE)
 # The recipe that a migration starts from where no shipped recipe fits.
 GENERAL: dict[str, Any] = {
@@ -77,7 +80,10 @@ Rule = str | Mapping[str, Any] | Answer | Callable[["Sheet", Setting], Any]
 
 @dataclass
 class Migration:
-    """The recipe's text and the outcomes. ``kept``: what it has from the shipped recipe, since no setting changed it."""
+    """The recipe's text and the outcomes. ``kept``: what it has from the shipped recipe, since no setting changed it.
+
+    ``attention``: what the recipe lacks until the user adds it; these lines are in the recipe's text, too.
+    """
 
     framework: str
     start: str
@@ -85,6 +91,7 @@ class Migration:
     outcomes: list[Outcome]
     notes: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    attention: list[str] = field(default_factory=list)
     recipe: Recipe | None = None
     problem: str = ""
 
@@ -95,7 +102,10 @@ class Sheet:
     def __init__(self, framework: str, start: str, settings: Sequence[Setting], notes: Sequence[str] = ()) -> None:
         self.framework, self.start, self.notes = framework, start, list(notes)
         self.settings = {setting.key: setting for setting in settings}
+        self.attention: list[str] = []
         self.outcomes: dict[str, Outcome] = {}
+        self._answers: dict[str, Answer] = {}
+        self._raised: dict[str, str] = {}  # places that ``finish`` changed, and why
         self.changed: set[str] = set()
         self.filled: set[str] = set()
         self.data: dict[str, Any] = read_recipe(start)[0] if start else copy.deepcopy(GENERAL)
@@ -144,11 +154,31 @@ class Sheet:
         if isinstance(rule, str):
             rule = {rule: setting.value}
         answer = rule if isinstance(rule, Answer) else Answer("became", "", rule)
+        changes = {place: _as_text(place, value) for place, value in answer.changes.items()}
+        answer = replace(answer, changes=changes)
+        wrong = [place for place, value in changes.items() if _is_wrong(place, value)]
+        if wrong:
+            answer = no_place(f"{wrong[0]} cannot be {_plain(changes[wrong[0]])}; it was ignored")
         for place, value in answer.changes.items():
             self.put(place, value)
-        text = " ".join(f"{place}={_plain(value)}" for place, value in answer.changes.items() if value is not DROP)
-        remark = f"{text} ({answer.text})" if text and answer.text else text or answer.text
-        self.outcomes[setting.key] = Outcome(setting, answer.kind, remark)
+        self._answers[setting.key] = answer
+        self.outcomes[setting.key] = Outcome(setting, answer.kind, _described(answer.changes, answer.text))
+
+    def _final(self, outcome: Outcome) -> Outcome:
+        """The outcome with the values that the recipe has at the end, where a later key changed them."""
+        answer = self._answers.get(outcome.setting.key)
+        if answer is None or outcome is not self.outcomes.get(outcome.setting.key):
+            return outcome
+        given = {place: value for place, value in answer.changes.items() if value is not DROP}
+        now = {place: self.at(place, DROP) for place in given}
+        if now == given:
+            return outcome
+        why = [self._raised.get(place, "another key changes it") for place in given if now[place] != given[place]]
+        if all(value is DROP for value in now.values()):
+            return Outcome(outcome.setting, "no effect", why[0])
+        return Outcome(
+            outcome.setting, answer.kind, _described(now, "; ".join(dict.fromkeys(filter(None, [answer.text, *why]))))
+        )
 
     def settle(
         self, rules: Mapping[str, Rule], first: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
@@ -183,7 +213,9 @@ class Sheet:
         """The migration with the recipe checked. ``model_key``: the trainer's key of the model."""
         if not self.at("model.path"):
             self.put("model.path", "MODEL")
-            self.notes.append(f"no {model_key} was given: model.path is MODEL, a placeholder.")
+            given = self.settings.get(model_key)
+            why = f"{model_key} is {given.shown}, whose value is not in the file" if given else f"no {model_key} was given"
+            self.notes.append(f"{why}: model.path is MODEL, a placeholder.")
         for section in ("rollout", "evaluation"):
             # Elsewhere a response may fill the context and ends with it; here a prompt must fit beside it.
             context = self.at(f"{section}.max_context_tokens", 0) or self.at("rollout.max_context_tokens", 4096)
@@ -191,9 +223,12 @@ class Sheet:
             if isinstance(response, int) and isinstance(context, int) and response >= context:
                 key, tokens = f"{section}.max_context_tokens", response + PROMPT
                 self.put(key, tokens)
+                self._raised[key] = f"raised from {context}: room for a prompt of {PROMPT:,} tokens"
                 self.notes.append(
-                    f"{key} is {tokens}: room for a prompt of {PROMPT:,} tokens beside {section}.max_new_tokens."
+                    f"{key} is {tokens}, not {context}: room for a prompt of {PROMPT:,} tokens beside "
+                    f"{section}.max_new_tokens."
                 )
+        self.outcomes = {key: self._final(outcome) for key, outcome in self.outcomes.items()}
         defaults = [self.outcomes.pop(key) for key in self.settings if key in self.filled]
         taken = [f"{one.setting.key}={one.setting.shown}" for one in defaults if one.kind == "became"]
         if taken:
@@ -201,6 +236,9 @@ class Sheet:
         data = {key: value for key, value in self.data.items() if value != {}}
         start = f"the recipe {self.start}" if self.start else "no shipped recipe"
         head = f"# Made by sensorium migrate from {named} ({self.framework}), starting from {start}.\n"
+        for one in self.attention:
+            words = " ".join(one.split())  # no line of it may leave the comment
+            head += textwrap.fill(f"ATTENTION: {words}", 118, initial_indent="# ", subsequent_indent="# ") + "\n"
         shipped = flat(read_recipe(self.start)[0]) if self.start else {}
         touched = {".".join(place.split(".")[:i]) for place in self.changed for i in range(1, place.count(".") + 2)}
         inside = tuple(f"{place}." for place in self.changed)
@@ -210,12 +248,50 @@ class Sheet:
             if key not in touched and not f"{key}.".startswith(inside)
         ]
         outcomes = list(self.outcomes.values())
-        migration = Migration(self.framework, self.start, head + write_yaml(data), outcomes, self.notes, kept)
+        migration = Migration(
+            self.framework, self.start, head + write_yaml(data), outcomes, self.notes, kept, self.attention
+        )
         try:
             migration.recipe = check_recipe(copy.deepcopy(data), "the migrated recipe")
         except RecipeError as error:
             migration.problem = str(error)
         return migration
+
+
+def _described(changes: Mapping[str, Any], remark: str) -> str:
+    text = " ".join(f"{place}={_plain(value)}" for place, value in changes.items() if value is not DROP)
+    return f"{text} ({remark})" if text and remark else text or remark
+
+
+def _as_text(place: str, value: Any) -> Any:
+    """A number that was given for a name, such as a project called 2024, as a text; other values as they are."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if number and _is_wrong(place, value) and not _is_wrong(place, str(value)) else value
+
+
+def _is_wrong(place: str, value: Any) -> bool:
+    """Whether a plain key of the recipe cannot have such a value: a text where a number belongs."""
+    if value is DROP:
+        return False
+    kind: Any = Recipe
+    for part in place.split("."):
+        sections = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel)]
+        if get_origin(kind) in (tuple, list, dict) or not sections or part not in sections[0].model_fields:
+            return False
+        kind = sections[0].model_fields[part].annotation
+    if not _is_plain(kind):
+        return False
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return True
+    return False
+
+
+def _is_plain(kind: Any) -> bool:
+    if get_origin(kind) is Literal or kind is Ellipsis or kind in (int, float, bool, str, type(None)):
+        return True
+    return bool(get_args(kind)) and all(map(_is_plain, get_args(kind)))
 
 
 def unset(value: Any) -> bool:
@@ -394,6 +470,47 @@ def divide_batch(sheet: Sheet, episodes: int) -> Rule:
     return {"batch.updates_per_epoch": updates}
 
 
+def name_engine(sheet: Sheet, setting: Setting) -> Rule:
+    """The engine that samples. A shipped recipe keeps its own, with which it was tried."""
+    if setting.value != "vllm":
+        return no_place("the engines here are native and vllm: rollout.engine")
+    if sheet.start:
+        return no_place(f"the recipe {sheet.start} samples with the native engine; rollout.engine=vllm samples with vLLM")
+    note = "needs the package vllm; without this key the native engine samples"
+    return Answer("became", note, {"rollout.engine.name": "vllm"})
+
+
+def of_vllm(option: str) -> Rule:
+    """A rule for an option of vLLM, where it samples."""
+    place = f"rollout.engine.options.{option}"
+    native = no_place(f"the native engine decides it; with rollout.engine=vllm: {place}")
+    return lambda sheet, setting: place if sheet.at("rollout.engine.name") == "vllm" else native
+
+
+def own_reward(sheet: Sheet, setting: Setting, name: str) -> Rule:
+    """A reward function of the user's own, ``name`` here: the recipe lacks it until they name it."""
+    if not setting.value:
+        return no_effect("it is off")
+    names = " and ".join(term["name"] for term in sheet.at("rewards.terms", []))
+    module, _, function = name.rpartition(":")
+    sheet.attention.append(
+        f"the reward of this recipe is {names}, and lacks your own function ({setting.key}={setting.shown}). Write it as "
+        f"def {function}(task, episode), which returns a number, in the module {module} beside the recipe, and name it "
+        f'under rewards.terms: {{name: "{name}"}} (docs/reference/rewards.md, "Your own").'
+    )
+    return no_place("missing in the recipe's reward until you add it under rewards.terms: see ATTENTION")
+
+
+def overlong(sheet: Sheet, option: str, options: Mapping[str, Any]) -> Rule:
+    """The reward term overlong, added once; ``option`` is the one that the setting is (empty: it switches the term on)."""
+    terms = sheet.at("rewards.terms", [])
+    place = next((i for i, term in enumerate(terms) if term["name"] == "overlong"), len(terms))
+    if place == len(terms):
+        sheet.put("rewards.terms", [*terms, {"name": "overlong", "options": dict(options)}])
+    at = f"rewards.terms.{place}"
+    return {f"{at}.options.{option}": options[option]} if option else {f"{at}.name": "overlong"}
+
+
 def rows_source(path: str) -> str:
     """The source that reads a file of rows."""
     return "jsonl" if path.endswith((".jsonl", ".json")) else "parquet"
@@ -420,7 +537,6 @@ MICRO = no_place("micro-batches are packed by tokens here: batch.tokens_per_micr
 PACKED = no_effect("sequences are always packed without padding here")
 ADAMW = no_effect("AdamW is the optimizer")
 TEMPLATE = feature("the model's template is applied as it is")
-OWN_REWARD = feature("a reward of your own is module:function under rewards.terms (docs/reference/rewards.md)")
 TERMS = no_place("reward terms are named under rewards.terms (docs/reference/rewards.md)")
 SAMPLED = no_place("held-out tasks are sampled with the rollout's top_p and top_k")
 STORED = no_effect("a checkpoint always holds the model, the optimizer and the run's state")

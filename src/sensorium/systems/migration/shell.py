@@ -34,6 +34,7 @@ TOKEN = re.compile(
     |(?:{PARTS}|[^'"`$\\\s;|&()<>])++)""",
     re.DOTALL | re.VERBOSE,
 )
+PASSED_ON = ("$@", "$*", "${@}", "${@:1}")
 OF_THE_MACHINE = ("HOME", "USER", "PWD")  # variables read from this process; others may hold secrets
 OPERATIONS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -152,7 +153,12 @@ class Script:
             if kind in '"$' and (array := ARRAY_ITEMS.fullmatch(inner if kind == '"' else part)):
                 words += self._items(array[1])
                 continue
-            if part in ("$@", "$*") or (kind == '"' and inner in ("$@", "$*", "${@}", "${@:1}")):
+            if part in PASSED_ON or (kind == '"' and inner in PASSED_ON):
+                note = (
+                    f"the script passes on the arguments that it is started with ({part}): append them to the file if "
+                    "there are any, since they are not in the table"
+                )
+                self.notes += [note] if note not in self.notes else []
                 continue
             if kind == "$":
                 value = self._value(part)
@@ -204,7 +210,7 @@ class Script:
             return os.environ[name]
         if default is not None:
             return " ".join(self.expand(default, False))
-        return "" if name.isdigit() else f"${name}"
+        return f"${name}"
 
 
 def _number(node: ast.expr) -> int:

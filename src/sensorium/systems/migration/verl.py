@@ -4,8 +4,10 @@ bash run.sh data.train_batch_size=32 actor_rollout_ref.rollout.n=8 …        �
 """
 
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sensorium.recipe.estimators_and_losses import estimator_traits
@@ -15,7 +17,6 @@ from sensorium.systems.migration.outcomes import (
     DROP,
     ENGINE,
     MICRO,
-    OWN_REWARD,
     PACKED,
     SAMPLED,
     STORED,
@@ -36,10 +37,14 @@ from sensorium.systems.migration.outcomes import (
     flat,
     listed,
     loggers,
+    name_engine,
     no_effect,
     no_place,
     of_critic,
     of_loss,
+    of_vllm,
+    overlong,
+    own_reward,
     rows_source,
     run_name,
     switch,
@@ -65,6 +70,10 @@ AGGREGATIONS = {
     "seq-mean-token-mean": "sequence_mean_token_mean",
 }  # fmt: skip
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+# Columns of media: verl's keys and their values where a command leaves them out.
+MEDIA_KEYS = {"pictures": ("data.image_key", "images"), "videos": ("data.video_key", "videos")}
+SEEING = re.compile(r"vl(?!lm)|omni|vision|llava", re.IGNORECASE)  # in the names of models that take pictures
 VAGEN_RECIPES = {
     "svg": "vagen_svg", "sokoban": "vagen_sokoban", "frozenlake": "vagen_frozen_lake", "frozen_lake": "vagen_frozen_lake",
     "navigation": "vagen_navigation",
@@ -79,8 +88,9 @@ FIRST = (
     "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "data.train_batch_size",
     "rollout_manager.n_trajectory", "actor_rollout_ref.rollout.n", "trainer.total_training_steps", "data.train_files",
     "data.val_files", "data.max_response_length", "data.max_prompt_length", "trainer.logger",
+    "actor_rollout_ref.rollout.name",
 )  # fmt: skip
-# verl's own values of keys that a command leaves out, where a recipe's differ.
+# verl's own values of keys that a command leaves out, where a recipe's differ or GENERAL has them.
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "data.train_batch_size": 1024,
@@ -90,6 +100,10 @@ DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+    "actor_rollout_ref.actor.fsdp_config.dtype": "bfloat16",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
     "critic.optim.lr": 1e-5,
     "critic.optim.weight_decay": 0.01,
     "trainer.val_before_train": True,
@@ -149,12 +163,13 @@ def migrate_verl(settings: Sequence[Setting], text: str, named: str, notes: Sequ
     if sheet.value("trainer.total_training_steps"):
         defaults.pop("trainer.total_epochs", None)
     if not start:
-        sheet.put("optimizer.weight_decay", 0.01)
         sheet.put("tasks.train.0.options.columns.answer", "reward_model.ground_truth")
         sheet.notes.append(
             "verl chooses rewards by a row's data_source; this recipe has the term math. Others: docs/reference/rewards.md."
         )
     sheet.settle({**(VAGEN if start.startswith("vagen") else {}), **RULES}, FIRST, defaults)
+    if not start:
+        _default_columns(sheet)
     if start in ("vagen_svg", "vagen_trico_svg") and "svg" not in text.lower():
         sheet.notes.append(
             f"no environment of VAGEN is named: the recipe has that of {start} (docs/guides/systems/vagen.md)."
@@ -163,6 +178,53 @@ def migrate_verl(settings: Sequence[Setting], text: str, named: str, notes: Sequ
     if size in sheet.filled and sheet.outcomes[size].kind == "no place":
         sheet.notes.append(f"{size} was left out, which is {DEFAULTS[size]} in verl: {sheet.outcomes[size].text}.")
     return sheet.finish(named, "actor_rollout_ref.model.path")
+
+
+def _default_columns(sheet: Sheet) -> None:
+    """Name the columns that verl reads by default where rows have them: those that a file has, or that the model needs.
+
+    /a.parquet is on this machine and has the column images       → columns.pictures=images
+    it is not here, and the model is Qwen2.5-VL-7B-Instruct       → columns.pictures=images, with a note
+    it is not here, and nothing names a model that sees           → a note
+    """
+    sees = bool(SEEING.search(str(sheet.at("model.path", ""))))
+    taken: dict[str, bool] = {}  # by column: whether a file has it, or it is a guess
+    open_columns: set[str] = set()
+    for part, (key, column) in MEDIA_KEYS.items():
+        if key in sheet.settings:
+            continue
+        for side in ("train", "evaluate"):
+            for i, source in enumerate(sheet.at(f"tasks.{side}", [])):
+                known = _columns_of(source["options"]["path"])
+                if known is None and not (sees and part == "pictures"):
+                    open_columns.add(part)
+                elif known is None or column in known:
+                    sheet.put(f"tasks.{side}.{i}.options.columns.{part}", column)
+                    taken[part] = taken.get(part, True) and known is not None
+    for part, certain in taken.items():
+        key, column = MEDIA_KEYS[part]
+        also = "" if certain else f" Remove columns.{part} if the rows have none: a column that is not there is refused."
+        sheet.notes.append(f"{key} was left out, which is {column} in verl: the option columns.{part} is {column}.{also}")
+    if left := sorted(open_columns - set(taken)):
+        names = " and ".join(f"{part}: {MEDIA_KEYS[part][1]}" for part in left)
+        sheet.notes.append(
+            f"verl reads media from the columns images and videos where rows have them; this recipe does not read {names}. "
+            "Where rows have them, add this to the option columns of each source."
+        )
+
+
+def _columns_of(path: str) -> list[str] | None:
+    """The columns of a file of rows; None if it is not on this machine or cannot be read."""
+    place = Path(path).expanduser()
+    try:
+        if rows_source(path) == "parquet":
+            from pyarrow.parquet import read_schema
+
+            return list(read_schema(place).names)
+        with place.open(encoding="utf-8") as file:
+            return list(json.loads(file.readline(1 << 20)))
+    except (OSError, ValueError, TypeError):  # pyarrow's error of a broken file is a ValueError
+        return None
 
 
 def _files(side: str) -> Rule:
@@ -187,6 +249,8 @@ def _files(side: str) -> Rule:
 
 def _column(part: str, default: str) -> Rule:
     def rule(sheet: Sheet, setting: Setting) -> Rule:
+        if setting.value in (None, "", "null"):
+            return no_effect("no column is named")
         if "columns" in sheet.at("tasks.train.0.options", {}):
             rows = [
                 f"tasks.{side}.{i}" for side in ("train", "evaluate") for i in range(len(sheet.at(f"tasks.{side}", [])))
@@ -389,6 +453,42 @@ def _reward_option(sheet: Sheet, setting: Setting) -> Rule:
     return f"rewards.terms.0.options.{option}"
 
 
+def _overlong(sheet: Sheet, setting: Setting) -> Rule:
+    """verl's penalty of long responses: ``overlong_buffer`` of its DAPO recipe, ``overlong_buffer_cfg`` since."""
+    section, _, part = setting.key.rpartition(".")
+    kwargs = "reward_model.reward_kwargs"
+    if part == "max_resp_len":
+        section = f"{kwargs}.overlong_buffer_cfg"
+    if not sheet.value(f"{section}.enable", False):
+        return no_effect(f"the penalty of long responses is off ({section}.enable)")
+    if part == "log":
+        return no_effect("every reward term is a metric")
+    options = {
+        "max_tokens": sheet.value(f"{kwargs}.max_resp_len", sheet.at("rollout.max_new_tokens", 512)),
+        "buffer_tokens": sheet.value(f"{section}.len", 0),
+        "penalty": sheet.value(f"{section}.penalty_factor", 1.0),
+    }
+    names = {"max_resp_len": "max_tokens", "len": "buffer_tokens", "penalty_factor": "penalty", "enable": ""}
+    return (
+        overlong(sheet, names[part], options) if part in names else feature("the reward term overlong has no such option")
+    )
+
+
+def _reward_function(sheet: Sheet, setting: Setting) -> Rule:
+    if not setting.key.endswith(".path"):
+        return feature("of your own reward function: see ATTENTION; its arguments are options of its term")
+    function = sheet.value(setting.key.removesuffix("path") + "name", "compute_score")
+    return own_reward(sheet, setting, f"{Path(str(setting.value)).stem}:{function}")
+
+
+def _reward_model(sheet: Sheet, setting: Setting) -> Rule:
+    scored = "a model that scores is a judge or a reward server (docs/guides/judges.md, docs/guides/services.md)"
+    if setting.value is True:
+        names = " and ".join(term["name"] for term in sheet.at("rewards.terms", []))
+        sheet.attention.append(f"the reward of this recipe is {names}, and lacks verl's reward model: {scored}.")
+    return feature(scored)
+
+
 def _rounds(sheet: Sheet, setting: Setting) -> Rule:
     if setting.value and setting.value > 0:
         return "selection.max_rounds"
@@ -533,6 +633,7 @@ TABLE: dict[str, Any] = {
         "ulysses_sequence_parallel_size": _sequence_parallel,
         "checkpoint.*": STORED,
         "*offload*": _offload,
+        "fsdp_config.dtype": chosen("model.dtype", DTYPES, "model.dtype is bfloat16 or float32"),
         "fsdp_config.model_dtype": no_place("model.dtype; moments and remainders keep float32 masters"),
         "strategy fsdp_config.* megatron.*": PARALLEL,
         "profiler.* *profile*": MEASURED,
@@ -573,8 +674,15 @@ TABLE: dict[str, Any] = {
         "over_sample_rate": feature("selection.oversample"),
         "*parallel_size": PARALLEL,
         "trace.*": feature("episodes are written to the run directory"),
-        "name dtype gpu_memory_utilization enforce_eager free_cache_engine enable_chunked_prefill enable_prefix_caching"
-        " max_num_batched_tokens max_num_seqs load_format disable_log_stats engine_kwargs.* cudagraph_capture_sizes"
+        "name": name_engine,
+        "gpu_memory_utilization": no_place(
+            "the native engine uses the free memory; with rollout.engine=vllm: rollout.engine.options.gpu_share, which "
+            "counts beside the learner"
+        ),
+        "enforce_eager": of_vllm("eager"),
+        "max_num_seqs": of_vllm("max_rows"),
+        "dtype free_cache_engine enable_chunked_prefill enable_prefix_caching"
+        " max_num_batched_tokens load_format disable_log_stats engine_kwargs.* cudagraph_capture_sizes"
         " layered_summon logprobs_mode scheduling_policy multi_stage_wake_up checkpoint_engine.* skip_rollout skip_dump_dir"
         " skip_tokenizer_init enable_rollout_routing_replay profiler.* prometheus.* quantization quantization_config_file"
         " mtp.* limit_images update_weights_bucket_megabytes disable_log_requests enable_sleep_mode swap_space": ENGINE,
@@ -604,15 +712,15 @@ TABLE: dict[str, Any] = {
         "enable shuffle data_loader_seed loss_agg_mode": no_effect("the estimator decides, and the policy's order"),
     },
     "reward_model.": {
-        "reward_kwargs.overlong_buffer_cfg.*": feature("add the reward term overlong (docs/reference/rewards.md)"),
-        "reward_kwargs.max_resp_len": no_place("an option of the reward term overlong"),
+        "overlong_buffer.* reward_kwargs.overlong_buffer_cfg.* reward_kwargs.max_resp_len": _overlong,
         "reward_kwargs.*": _reward_option,
         "reward_manager": TERMS,
         "launch_reward_fn_async": no_effect("groups are scored as they complete"),
+        "enable": _reward_model,
         "*": feature("a model that scores is a judge or a reward server (docs/guides/judges.md, docs/guides/services.md)"),
     },
+    "custom_reward_function.* reward.custom_reward_function.*": _reward_function,
     "reward.* reward_manager.*": feature(TERMS.text),
-    "custom_reward_function.*": OWN_REWARD,
     "algorithm.": {
         "adv_estimator": _estimator,
         "mode": chosen("algorithm.advantage.post", ["optimize_threshold"], "only optimize_threshold is known"),
