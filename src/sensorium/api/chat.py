@@ -75,7 +75,6 @@ class Model:
         return Reply(segment.text, segment.tokens, segment.logprobs, finish)
 
     def close(self) -> None:
-        """Release the model's threads."""
         self._rollout.close()
         self._rollout.engine.close()
         self.policy.chat.decoder.close()

@@ -44,7 +44,6 @@ class LocalLearner:
 
     @property
     def version(self) -> int:
-        """How many updates the policy has had."""
         return self._policy.version
 
     def begin_rl(self) -> None:

@@ -71,7 +71,6 @@ class ShardedLearner:
 
     @property
     def version(self) -> int:
-        """How many updates the policy has had."""
         return self._version
 
     @property

@@ -18,7 +18,6 @@ LATE_S = 60.0
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("what", choices=["status"], help="what each process does, and when that was last seen")
     parser.add_argument("directory", type=Path, help="of a run that goes on or is over: runs/NAME")
 

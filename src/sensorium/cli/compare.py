@@ -8,14 +8,12 @@ from sensorium.report.terminal import Terminal, say
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("a", type=Path, metavar="A", help="the folder of an evaluation: of the model before")
     parser.add_argument("b", type=Path, metavar="B", help="the folder of another: of the model after")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where comparison.md and comparison.json go; default: B")
 
 
 def run(arguments: Namespace) -> int:
-    """Compare."""
     from sensorium.evaluation.comparison import compare_folders
     from sensorium.evaluation.folder import EvaluationFolder
     from sensorium.report.tables import comparison_grid, markdown, print_grid

@@ -21,13 +21,11 @@ INTRO = (
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the demo's recipe: steps=20")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its plan, spend nothing")
 
 
 def run(arguments: Namespace) -> int:
-    """Measure, train, measure again, and tell."""
     console = Terminal()
     recipe = load_recipe("shapes", ["name=demo", *arguments.overrides])
     if arguments.dry_run:

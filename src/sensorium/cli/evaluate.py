@@ -19,7 +19,6 @@ from sensorium.vocabulary.errors import RecipeError, RecordError
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("recipe", help="a YAML file, a shipped recipe (shapes), or a run directory")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: rollout.max_new_tokens=1024")
     parser.add_argument(
@@ -41,7 +40,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Evaluate."""
     console = Terminal()
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *_settings(arguments)])
     if not recipe.tasks.evaluate:

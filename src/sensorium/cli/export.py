@@ -35,7 +35,6 @@ COPIED = (
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     add = parser.add_argument
     add("source", help="a run directory, a checkpoint folder, or tiny:FAMILY (a new tiny model)")
     add("target", type=Path, help="the folder to make; it must not exist")
@@ -54,7 +53,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Export."""
     if arguments.source.startswith("tiny:"):
         return _write_tiny(arguments)
     given = arguments

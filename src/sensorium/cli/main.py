@@ -153,7 +153,6 @@ def _report(error: SensoriumError) -> int:
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
-    """Parse a command's arguments and run it."""
     if name not in COMMANDS:
         raise SensoriumError(f"there is no command '{name}'{nearest(name, list(COMMANDS))}")
     if name in PARTS:
@@ -165,12 +164,10 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
 
 
 def place_of(name: str) -> str:
-    """The module of a command."""
     return MODULES.get(name, f"sensorium.cli.{name}")
 
 
 def parser_of(name: str, command: ModuleType) -> "Parser":
-    """The parser of a command."""
     parser = Parser(prog=f"sensorium {name}", description=command.__doc__, allow_abbrev=False)
     add = parser.add_argument
     command.configure(parser)
@@ -186,14 +183,12 @@ class Parser(ArgumentParser):
     """Suggests the right option for one that it does not know."""
 
     def error(self, message: str) -> NoReturn:
-        """Show the usage and what is wrong, with the nearest option."""
         unknown = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
         options = [name for name in self._option_string_actions if name.startswith("--")]
         super().error(message + (nearest(unknown[0], options) if unknown else ""))
 
 
 def _print_help(console: Console) -> None:
-    """All commands, on one screen."""
     console.print(
         Text.assemble(("sensorium", "bold"), "  trains models that see, hear and act, by reinforcement learning\n")
     )
@@ -221,12 +216,10 @@ class Stop:
 
     @property
     def code(self) -> int:
-        """The exit code."""
         return 128 + self.number
 
     @property
     def word(self) -> str:
-        """What happened."""
         return "terminated" if self.number == signal.SIGTERM else "interrupted"
 
 

@@ -24,7 +24,6 @@ MOST_SHOWN = 120  # letters of a key with its value in the table
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("file", help="a shell script, a command line, a Python run script or YAML; - reads standard input")
     parser.add_argument("--from", dest="framework", choices=FRAMEWORKS, default="", help="whose it is; default: recognised")
     parser.add_argument("-o", "--out", type=Path, help="write the recipe here; default: standard output")

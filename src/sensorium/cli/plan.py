@@ -37,7 +37,6 @@ STYLES = {"measured": "green", "scaled": "yellow", "computed": "yellow", "assume
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     add = parser.add_argument
     add("recipe", help="a YAML file, a shipped recipe (caprl_image), or a run directory")
     add("overrides", nargs="*", metavar="key=value", help="change the recipe: model.dtype=bfloat16")
@@ -56,7 +55,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Forecast and print."""
     for name, most in MOST.items():
         value = getattr(arguments, name)
         if value is not None and not 0 <= value <= most:
@@ -117,7 +115,6 @@ def _placing(recipe: Recipe, plan: Deployment) -> str:
 
 
 def _plan_page(found: Forecast, price: float | None, keys: str = "") -> Table:
-    """The forecast as a table."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()

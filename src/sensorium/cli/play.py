@@ -34,7 +34,6 @@ class EndOfPlay(Exception):
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The arguments."""
     parser.add_argument("recipe", help="a YAML file, or a shipped recipe (frozen_lake)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: rollout.max_turns=3")
     parser.add_argument("--split", choices=["evaluate", "train"], help="which tasks; by default those to evaluate on")
@@ -46,7 +45,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Play."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from sensorium.cli.validation import model_free_session
     from sensorium.cluster.event_loop import run_async
@@ -95,11 +93,9 @@ class WatchedEnvironment:
         return getattr(self._inner, name)
 
     def reset(self, seed: int) -> Any:
-        """Start."""
         return self._report("reset", self._inner.reset(seed))
 
     def step(self, response: str) -> Any:
-        """Act."""
         return self._report("step", self._inner.step(response))
 
     def _report(self, method: str, returned: Any) -> Any:
@@ -125,7 +121,6 @@ class Screen:
         self.task = Task("")
 
     async def play(self, task: Task, *, demonstrate: bool) -> Any:
-        """One episode."""
         from sensorium.assembly.session import EnvironmentMaker
 
         made = EnvironmentMaker(self.session.store)
@@ -208,7 +203,6 @@ class Screen:
         self.say(f"  reward {episode.reward if episode.reward is None else round(episode.reward, 6)}{correct}\n", "bold")
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line verbatim."""
         if text:
             self.console.print(Styled(text, style=style), soft_wrap=True)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("batch", type=Path, help="the kept folder that the error named: runs/NAME/kept/step_000012")
 
 

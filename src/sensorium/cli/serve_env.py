@@ -13,7 +13,6 @@ USAGE = "sensorium serve env [NAME | NAME=module:Class | NAME=FILE.yaml …] [--
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The arguments."""
     parser.add_argument(
         "environments",
         nargs="*",
@@ -36,7 +35,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Serve until it is interrupted."""
     try:
         from sensorium.services.application import listen, serve_until_stopped
         from sensorium.services.environment_service import make_app

@@ -15,7 +15,6 @@ USAGE = "sensorium serve model CHECKPOINT [--name N] [--host H] [--port P] [--ca
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The arguments."""
     add = parser.add_argument
     add("checkpoint", help="a folder, a run (its best checkpoint), a hub id, package:NAME or tiny:FAMILY")
     add("--name", default="", help="what clients call it; default: the checkpoint's name")
@@ -36,7 +35,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Serve until it is interrupted."""
     try:
         from sensorium.services.application import MIB, listen, serve_until_stopped
     except ImportError as error:

@@ -33,7 +33,6 @@ USAGE = "sensorium train RECIPE [key=value …] [--dry-run] [--resume | --restar
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments."""
     add = parser.add_argument
     add("recipe", help="a YAML file, a shipped recipe (shapes), or a run directory")
     add("overrides", nargs="*", metavar="key=value", help="change the recipe: batch.group_size=16")
@@ -44,7 +43,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Train."""
     console = Terminal()
     if arguments.resume and arguments.restart:
         raise RecipeError("--resume goes on from a checkpoint and --restart starts over; drop one of them.")

@@ -22,7 +22,6 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The arguments."""
     parser.add_argument("recipe", help="a YAML file, or a shipped recipe (frozen_lake)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe")
     parser.add_argument("--rows", type=int, default=0, help="rows of each source to read, drawn from all; 0: all")
@@ -30,7 +29,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Validate."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from sensorium.cli.dry_run import find_names
     from sensorium.cli.validation import model_free_session, validate

@@ -191,7 +191,6 @@ class PlacedWorkers:
             return min(ready, key=lambda worker: (len(worker.open), worker.number))
 
     def close(self) -> None:
-        """End all."""
         with self._state:
             self._closed = True
             self._state.notify_all()

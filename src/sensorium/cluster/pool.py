@@ -71,7 +71,6 @@ class Call:
             self.error = error
 
     def finish(self) -> None:
-        """Mark it as ended."""
         self.ended = time.monotonic()
         self._finished.set_result(None)
 

@@ -139,7 +139,6 @@ class PythonProcess:
         return how + (" (SIGKILL often means that memory ran out)" if code == -signal.SIGKILL else "")
 
     def log_text(self) -> str:
-        """All that it printed."""
         return self._log.read_text(errors="replace")
 
 

@@ -390,7 +390,6 @@ class RayHost:
         return RayProcess(ray, actor, pid, address), [RayFrames(ray, actor, number) for number in range(channels)]
 
     def close(self) -> None:
-        """Leave the cluster."""
         disconnect()
 
 
@@ -406,7 +405,6 @@ class RayProcess:
         return not self._ending and bool(self._ask(lambda: self._actor.alive.remote(), False))
 
     def end(self, after_s: float = 0.0) -> None:
-        """End it, and its actor."""
         if not self._ending:
             unanswered = "is gone with its actor of Ray, or that does not answer", ""
             limit_s = after_s + 2 * ANSWER_S  # a group takes a while to end
@@ -415,12 +413,10 @@ class RayProcess:
             self._ray.kill(self._actor)
 
     def ending(self) -> str:
-        """How it ended, as the end of a sentence; one that is still ending is waited for."""
         self.end(CLOSE_S)
         return self._ending
 
     def log_text(self) -> str:
-        """What it printed, as far as its actor could tell."""
         return self._log if self._ending else str(self._ask(lambda: self._actor.log_text.remote(), ""))
 
     def _ask(self, call: Callable[[], Any], otherwise: Any, limit_s: float = ANSWER_S) -> Any:
@@ -439,7 +435,6 @@ class RayFrames:
         self._sending = threading.Lock()
 
     def send(self, body: bytes, limit_s: float | None = None) -> None:
-        """Send by the actor."""
         with self._sending:
             try:
                 problem = self._get(lambda: self._actor.send.remote(self._number, body, limit_s), limit_s)
@@ -464,7 +459,6 @@ class RayFrames:
         return bytes(body)
 
     def close(self) -> None:
-        """Let the actor hang up."""
         with suppress(Exception):
             self._actor.hang_up.remote(self._number)
 

@@ -76,7 +76,6 @@ class ActionGrammar:
         return answer if self.bare and not self.format.thinks else self.format.write(answer, **sections)
 
     def spell(self, actions: Sequence[int]) -> str:
-        """The names of some actions."""
         return f"{self.separator} ".join(self.names[action] for action in actions)
 
     def instruction(self) -> str:
@@ -280,7 +279,6 @@ class ActionEnvironment(TurnEnvironment):
         self.grammar = ActionGrammar(actions, max_actions_per_turn, self.format, bare, separator)
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Begin the episode of a seed."""
         self._seed, self._turn = seed, 0
         self._begin(seed)
         self._over = False

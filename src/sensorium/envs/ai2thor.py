@@ -66,12 +66,10 @@ class ThorNavigation(NavigationPlay):
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """The task of a seed."""
         listed = task_list(task_file(str(options["tasks"]), str(options.get("eval_set", "base"))))
         return json.dumps(listed[seed % len(listed)], sort_keys=True)
 
     def close(self) -> None:
-        """Stop the controller and its Unity program."""
         controller, self._controller = self._controller, None
         if controller is not None:
             controller.stop()

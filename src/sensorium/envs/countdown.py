@@ -56,7 +56,6 @@ class Countdown:
         return f"{sorted(numbers)} {target}"
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """New numbers and a target."""
         self._numbers, self._target, self._solution = problem(*self._kind, seed)
         self._turn, self._over = 0, False
         rules = (
@@ -66,7 +65,6 @@ class Countdown:
         return (system(rules),), Observation((user(self._question()),))
 
     def step(self, response: str) -> StepResult:
-        """Evaluate the answer."""
         self._refuse_over()
         parsed = self.format.parse(response)
         success, verdict = self._judge(parsed.answer)
@@ -84,7 +82,6 @@ class Countdown:
         )
 
     def demonstrate(self) -> str:
-        """The expression that the target was made from."""
         self._refuse_over()
         reason = f"{self._solution} comes to {self._target}."
         sections = {"observation": f"The numbers are {', '.join(map(str, self._numbers))}.", "prediction": "It is solved."}

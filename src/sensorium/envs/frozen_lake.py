@@ -123,7 +123,6 @@ class FrozenLake(ActionEnvironment):
         return "/".join(lake(options.get("size", 4), options.get("p", 0.8), seed))
 
     def close(self) -> None:
-        """Close the gymnasium environment."""
         if self._walk is not None:
             self._walk.close()
             self._walk = None

@@ -67,7 +67,6 @@ class McpTool:
         self.changes = spec.name in server.changing
 
     def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
-        """Ask the server."""
         reply = self.server.call(self.spec.name, dict(arguments), self.deadline_s)
         if isinstance(reply, str):
             return ToolResult.error(reply)
@@ -107,7 +106,6 @@ class McpServer:
 
     @property
     def name(self) -> str:
-        """Its name in errors."""
         return str(self.options.get("url") or self.options.get("command"))
 
     def call(self, tool: str, arguments: dict[str, Any], deadline_s: float) -> dict[str, Any] | str:

@@ -63,7 +63,6 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """What an instruction calls it."""
         return f"{self.colour} {self.shape}"
 
 
@@ -92,7 +91,6 @@ class Scene:
 
     @property
     def target(self) -> Thing:
-        """What to walk to."""
         return self.things[0]
 
     @cached_property
@@ -409,11 +407,9 @@ class NavigationPlay(ActionEnvironment):
         return self._system_prompt("Walk to it.", explained, (0, 0), think=reason, reasoning=reason, **states_of_example)
 
     def _start(self, seed: int) -> str:
-        """Begin the task of a seed; returns the instruction."""
         raise NotImplementedError
 
     def _act(self, action: int) -> bool:
-        """Take an action; returns whether it worked."""
         raise NotImplementedError
 
     def _target(self, actions: tuple[int, ...] = ()) -> tuple[float, float]:

@@ -189,13 +189,11 @@ class PrimitiveSkills(TurnEnvironment):
         return f"{options.get('id', 'StackCube-v1')} {held[key]._positions()}"
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Set the table."""
         self._begin(seed)
         self._seed, self._turn, self._steps, self._over = seed, 0, 0, False
         return (system(self._rules()),), self._shown("")
 
     def step(self, response: str) -> StepResult:
-        """Carry out the skills that the answer names."""
         self._refuse_over()
         assert self._arm is not None
         parsed = self.format.parse(response)
@@ -219,11 +217,9 @@ class PrimitiveSkills(TurnEnvironment):
         return self._turn_result(asked, played, before, self._state(), lambda: self._shown(done))
 
     def demonstrate(self) -> str:
-        """There is none."""
         raise EnvironmentFailure(f"{NAME}: there is no demonstration; warm start from rows that have one.")
 
     def close(self) -> None:
-        """Close the simulator."""
         environment, self._environment, self._arm = self._environment, None, None
         if environment is not None:
             environment.close()

@@ -30,14 +30,12 @@ class Question:
         return head, Observation(asked)
 
     def step(self, response: str) -> StepResult:
-        """The response ends it."""
         if not self._open:
             raise EnvironmentFailure(f"task {self.task.id}: a question takes one response after each reset.")
         self._open = False
         return StepResult(None, done=True)
 
     def demonstrate(self) -> str:
-        """The task's worked response."""
         if not self.task.demonstration:
             raise EnvironmentFailure(f"task {self.task.id} has no demonstration to learn from; give its row one.")
         return self.task.demonstration[0]
@@ -83,7 +81,6 @@ class RowsEnvironment:
         return f"{key_of(task.messages)} {task.answer!r} {task.environment!r}"
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """The row of a seed, in its environment."""
         self.close()
         task = self._rows[seed % len(self._rows)]
         spec = task.environment
@@ -98,16 +95,13 @@ class RowsEnvironment:
         return first
 
     def step(self, response: str) -> StepResult:
-        """Act in the row's environment."""
         result: StepResult = self._open().step(response)
         return result
 
     def demonstrate(self) -> str:
-        """A good response, by the row's environment."""
         return str(self._open().demonstrate())
 
     def close(self) -> None:
-        """Close the row's environment."""
         played, self._played = self._played, None
         if played is not None:
             played.close()

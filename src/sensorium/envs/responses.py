@@ -64,7 +64,6 @@ class ParsedResponse:
 
     @property
     def answer(self) -> str | None:
-        """The last answer, None without one."""
         return self.answers[-1] if self.answers else None
 
 

@@ -136,7 +136,6 @@ class Calculator:
         self.spec = ToolSpec("calculator", offered, _object_schema("expression", expression=expression))
 
     def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
-        """The value of the expression."""
         try:
             return ToolResult((Text(in_words(evaluate(arguments["expression"], functions=True))),))
         except NotArithmetic as error:
@@ -170,7 +169,6 @@ class Crop:
         self.spec = ToolSpec("crop", offered, _object_schema("box", box=box, picture=picture))
 
     def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
-        """The part, as a picture."""
         number = int(arguments.get("picture", 0))
         if not 0 <= number < len(context.pictures):
             shown = len(context.pictures)

@@ -81,7 +81,6 @@ class Room:
                 yield Position(stood, position.boxes - {pushed} | {position.player})
 
     def solved(self, position: Position) -> bool:
-        """Whether every box is on a target."""
         return position.boxes == self.targets
 
 
@@ -219,7 +218,6 @@ class Sokoban(ActionEnvironment):
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """The room of a seed and its start."""
         room, start = room_of(*(options.get(key, value) for key, value in DEFAULTS.items()), seed)
         return draw_text(room, start).replace("\n", "/")
 

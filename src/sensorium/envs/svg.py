@@ -230,7 +230,6 @@ class SvgDrawing(TurnEnvironment):
         return target_code(*(options.get(key, value) for key, value in DEFAULTS.items()), seed)
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """A new picture."""
         self._seed, self._turn = seed, 0
         self._code, self._target = self._chosen(seed)
         if self._rewards_descriptions and not self._code:
@@ -263,7 +262,6 @@ class SvgDrawing(TurnEnvironment):
         return self._turn_result(asked, played, before, after, lambda: self._shown(drawn, revise))
 
     def demonstrate(self) -> str:
-        """The code of the picture."""
         self._refuse_over()
         if not self._code:
             raise EnvironmentFailure("svg: there is no SVG code of this picture to demonstrate.")

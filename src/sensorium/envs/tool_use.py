@@ -57,7 +57,6 @@ class ToolResult:
 
     @classmethod
     def error(cls, text: str) -> "ToolResult":
-        """An error message."""
         return cls((Text(f"Error: {text}"),), True)
 
     @property
@@ -90,9 +89,7 @@ class Tool(Protocol):
         """Carry out a call; the arguments fit the schema."""
         ...
 
-    def close(self) -> None:
-        """Release what the tool holds."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -195,7 +192,6 @@ class Toolbox:
         self.context, self.deadline_s = context, deadline_s
 
     def run(self, call: ToolCall) -> ToolResult:
-        """Make a call."""
         if call.problem:
             return ToolResult.error(f"{call.problem}.")
         tool = self.tools.get(call.name)
@@ -208,7 +204,6 @@ class Toolbox:
         return result
 
     def close(self) -> None:
-        """Close the tools."""
         for tool in self.tools.values():
             attempt(getattr(tool, "close", lambda: None))
 
@@ -299,7 +294,6 @@ class ToolUse:
         self._turn, self._over = 0, True
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """The question, and the tools in the head."""
         head, asked = question_of(self.task)
         self._turn, self._over = 0, False
         self.toolbox.context.pictures = [item for message in asked for item in message.media if item.kind == "picture"]
@@ -344,5 +338,4 @@ class ToolUse:
         raise EnvironmentFailure(f"task {self.task.id}: its demonstration has no response for turn {self._turn}.")
 
     def close(self) -> None:
-        """Close the tools."""
         self.toolbox.close()

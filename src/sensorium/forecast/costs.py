@@ -40,7 +40,6 @@ class StepWork:
 
     @property
     def episodes(self) -> int:
-        """Episodes of a step."""
         return self.prompts * self.group
 
     @property

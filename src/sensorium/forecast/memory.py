@@ -35,7 +35,6 @@ class GpuMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all uses."""
         return sum(self.uses.values())
 
     def fits(self, kind: Kind) -> bool:

@@ -38,7 +38,6 @@ class PlayedGroup:
 
     @property
     def written(self) -> int:
-        """Tokens of its responses."""
         return sum(self.lengths)
 
 
@@ -63,12 +62,10 @@ class Engine:
 
     @property
     def room(self) -> int:
-        """Rows that are free."""
         return self.max_rows - len(self.rows) - len(self.waiting)
 
     @property
     def idle(self) -> bool:
-        """True if it has nothing to do."""
         return not self.rows
 
     def admit(self, groups: list[PlayedGroup], version: int) -> None:
@@ -181,7 +178,6 @@ class Deployment:
 
     @property
     def gpus(self) -> int:
-        """GPUs in all."""
         return self.engines * self.engine_gpus + self.learners if self.apart else self.learners
 
 

@@ -101,7 +101,6 @@ class FamilyFacts:
 
     @property
     def model_class(self) -> str:
-        """The name of its class in transformers."""
         return f"{self.prefix}For{'ConditionalGeneration' if self.has_towers else 'CausalLM'}"
 
 

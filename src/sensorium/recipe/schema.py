@@ -592,7 +592,6 @@ class Recipe(Section):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, the warm start included."""
         return self.warm_start.steps + self.steps
 
     def evaluates_after(self, step: int) -> bool:
@@ -627,5 +626,4 @@ class Recipe(Section):
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name

@@ -241,11 +241,9 @@ class ModelShape:
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return sum(self.parameters.values())
 
     def trainable(self, freeze: tuple[str, ...]) -> int:
-        """Parameters that are not frozen."""
         return sum(count for group, count in self.parameters.items() if group not in freeze)
 
     def adapters(self, lora: LoraSection) -> int:
@@ -329,7 +327,6 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _tied(config: dict[str, Any]) -> bool:
-    """Whether the head is the embeddings."""
     return bool(config.get("tie_word_embeddings", config.get("text_config", config).get("tie_word_embeddings", False)))
 
 

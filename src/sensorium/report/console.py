@@ -49,7 +49,6 @@ class ConsoleWatcher(Watcher):
         self._last_line = -QUIET_S
 
     def started(self, run: RunStart) -> None:
-        """Open the display."""
         self._open()
         self._state.start(run)
         if self.lively:
@@ -61,15 +60,12 @@ class ConsoleWatcher(Watcher):
             say(f"{run.name}: {left} {'step' if left == 1 else 'steps'} to go{since}", self.console)
 
     def phase(self, step: int, name: str, total: int = 0) -> None:
-        """Show what is going on."""
         self._state.phase, self._state.done, self._state.of = name, 0, total
 
     def progress(self, done: int) -> None:
-        """Show how far the phase is."""
         self._state.done = done
 
     def stepped(self, step: int, metrics: Metrics) -> None:
-        """Take in a step."""
         self._state.take(step, metrics)
         if self._live is None:
             now = time.monotonic()
@@ -78,7 +74,6 @@ class ConsoleWatcher(Watcher):
                 say(self._state.line(), self.console)
 
     def evaluated(self, step: int, summary: Summary) -> None:
-        """Take in an evaluation."""
         self._state.evaluations.append((step, summary))
         if self._live is None:
             interval = f" [{interval_text(summary)}]".replace("–", " to ") if summary.get("interval") else ""
@@ -115,12 +110,10 @@ class ConsoleWatcher(Watcher):
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=self._live is None)
 
     def noted(self, text: str) -> None:
-        """Print a line above the display."""
         self._open()
         self.console.print(text, style="yellow", markup=False, highlight=False)
 
     def finished(self) -> None:
-        """Close the display; its last state stays on the screen."""
         self._state.phase = ""
         if self._live is not None:
             self._live.stop()

@@ -30,12 +30,10 @@ class TensorboardLogger(Watcher):
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
 
     def started(self, run: RunStart) -> None:
-        """Mark where this session begins."""
         session = self._events.SessionLog(status=self._events.SessionLog.START)
         self._add(run.first + 1, session_log=session)
 
     def stepped(self, step: int, metrics: Metrics) -> None:
-        """Write a step's scalars."""
         values = [self._summaries.Summary.Value(tag=tag, simple_value=float(value)) for tag, value in metrics.items()]
         self._add(step, summary=self._summaries.Summary(value=values))
 
@@ -45,7 +43,6 @@ class TensorboardLogger(Watcher):
             self.stepped(0, {"eval/accuracy": summary["accuracy"]})
 
     def finished(self) -> None:
-        """Flush and close."""
         self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
@@ -82,7 +79,6 @@ class WandbLogger(Watcher):
         self._run: Any = None
 
     def started(self, run: RunStart) -> None:
-        """Open the run with its recipe as config."""
         folder = Path(os.environ.get("WANDB_DIR") or self._run_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +97,6 @@ class WandbLogger(Watcher):
         )
 
     def stepped(self, step: int, metrics: Metrics) -> None:
-        """Log a step's metrics."""
         self._run.log(dict(metrics), step=step)
 
     def evaluated(self, step: int, summary: Summary) -> None:
@@ -128,7 +123,6 @@ class WandbLogger(Watcher):
         self._run.log({"eval/generations": table, **({"eval/pictures": images} if images else {})}, step=step)
 
     def finished(self) -> None:
-        """Close the run."""
         if self._run is not None:
             self._run.finish()
             self._run = None

@@ -58,7 +58,6 @@ class GuardedStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of the lines."""
         for line in lines:
             self.write(line)
 

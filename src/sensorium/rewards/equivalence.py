@@ -59,7 +59,6 @@ class EquivalencePool:
             return reply
 
     def close(self) -> None:
-        """End the idle processes."""
         with self._lock:
             for worker in self._idle:
                 _end(worker)

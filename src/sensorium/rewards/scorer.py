@@ -224,7 +224,6 @@ class TermCounts:
     longest_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a call."""
         self.calls += 1
         self.seconds += seconds
         self.longest_s = max(self.longest_s, seconds)
@@ -521,7 +520,6 @@ class GroupScoring:
             raise first_error(failed) from failed
 
     def begin(self, group: Group) -> None:
-        """Start to score a group."""
         self._running[group.id] = self._tasks.create_task(self._scorer.score_group(group))
 
     async def finish(self) -> dict[str, Group]:

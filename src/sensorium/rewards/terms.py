@@ -197,7 +197,6 @@ class Mathematics:
         return mathematical_answer(last_response(episode), fallback=self.fallback)
 
     def close(self) -> None:
-        """End the processes."""
         self._pool.close()
 
 
@@ -351,7 +350,6 @@ class BoxIoU:
         self.name, self.threshold, self.fallback = name, threshold, fallback
 
     def measure(self, one: Box, other: Box) -> float:
-        """How well two boxes agree."""
         return iou(one, other)
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:

@@ -104,7 +104,6 @@ class Best:
     metric: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """As files have it."""
         return {"step": self.step, "value": float(self.value), **({"metric": self.metric} if self.metric else {})}
 
 
@@ -140,7 +139,6 @@ class CheckpointFolder:
         return Best(step, value, str(data.get("metric", "")))
 
     def write_best(self, best: Best) -> None:
-        """Mark the best checkpoint."""
         write_whole(self.folder / BEST, json.dumps(best.plain()))
 
     def set_damaged_aside(self) -> list[str]:

@@ -145,7 +145,6 @@ class Ledger:
             self._write(f"DELETE FROM {table} WHERE step <= ?", [(step,)])
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     def _read(self, statement: str, values: tuple[object, ...] = ()) -> list[Any]:

@@ -44,7 +44,6 @@ class MetricsFile:
         self.path = path
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write a step's row."""
         append_row(self.path, {"step": step, **{name: _plain(value) for name, value in ordered(metrics).items()}})
 
 

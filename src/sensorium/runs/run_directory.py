@@ -52,14 +52,12 @@ class RunDirectory:
         self.reference = self.path / "reference"
 
     def create(self) -> "RunDirectory":
-        """Make the folders."""
         for folder in (self.path, self.episodes, self.media, self.eval, self.checkpoints):
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         return self
 
     def exists(self) -> bool:
-        """True if a run was started here."""
         return self.recipe.exists()
 
     def is_barren(self) -> bool:
@@ -93,23 +91,18 @@ class RunDirectory:
         return self.path / f"recipe_until_{step_name(step)}.yaml"
 
     def episodes_of(self, step: int) -> Path:
-        """The episodes of a training step."""
         return self.episodes / f"{step_name(step)}.jsonl"
 
     def summary_of(self, step: int, name: str = "eval") -> Path:
-        """The summary of an evaluation at a step."""
         return self.eval / f"{step_name(step)}_{name}.json"
 
     def eval_episodes_of(self, step: int, name: str = "eval") -> Path:
-        """The episodes of an evaluation at a step."""
         return self.eval / f"{step_name(step)}_{name}.jsonl"
 
     def checkpoint_of(self, step: int) -> Path:
-        """The checkpoint of a step."""
         return self.checkpoints / step_name(step)
 
     def write_summary(self, step: int, summary: dict[str, Any]) -> Path:
-        """Write an evaluation's summary under its name."""
         path = self.summary_of(step, str(summary.get("name", "eval")))
         write_whole(path, json.dumps({"step": step, **summary}, indent=1) + "\n")
         return path

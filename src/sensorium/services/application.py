@@ -211,7 +211,6 @@ class Door:
         self.app, self.key, self.names, self.reply = app, key, names, reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, HTTP or WebSocket, or refuse it."""
         if scope["type"] != "lifespan":
             headers, bound = Headers(scope=scope), str((scope.get("server") or ("",))[0])
             status, why = 403, foreign(headers.getlist("host"), headers.getlist("origin"), bound, self.key, self.names)
@@ -232,7 +231,6 @@ class BodyLimit:
         self.app, self.most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request; one that grows too large is answered with 413."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -264,11 +262,9 @@ class Counters:
         self._sums |= dict.fromkeys(helps, 0.0)
 
     def measure(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge."""
         self._helps[name], self._gauges[name] = text, read
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Count."""
         self._sums[name] += amount
 
     def __getitem__(self, name: str) -> float:

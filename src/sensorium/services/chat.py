@@ -90,7 +90,6 @@ class ChatRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
         given = self.stop if isinstance(self.stop, list) else [self.stop]
         return tuple(text for text in given if text)
 
@@ -201,7 +200,6 @@ class ReplyShape:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: Sequence[Choice], prompt: Sequence[int]) -> Json:
-        """A chat completion."""
         listed = []
         for choice in choices:
             text = WrittenText(self.bytes_of, self.stops)
@@ -217,7 +215,6 @@ class ReplyShape:
         return event(self._head("chat.completion.chunk") | {"choices": [entry]})
 
     def last(self, prompt: Sequence[int], choices: Sequence[Choice]) -> str:
-        """The event with the usage."""
         return event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(prompt, choices)})
 
     def _head(self, kind: str) -> Json:

@@ -235,7 +235,6 @@ class OwnOffers(Offers):
         self.offers = {}
 
     def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
-        """The environment and its options."""
         _, problem = wrong_options("environment", name, options)
         if problem:
             raise RecipeError(problem)

@@ -83,7 +83,6 @@ class ModelHost:
         return found
 
     def close(self) -> None:
-        """Stop the thread and close the engine."""
         self._renderers.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
@@ -91,7 +90,6 @@ class ModelHost:
         self.chat.decoder.close()
 
     async def _there(self, work: Any) -> Any:
-        """Run a coroutine in the engine's thread."""
         return await _refusing(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)))
 
     def _rendered(self, messages: Sequence[Message]) -> Segment:

@@ -73,12 +73,10 @@ class ModelService:
         self.counters.add("requests")
 
     async def prompt(self, request: ChatRequest) -> Prompt:
-        """What the model is asked."""
         messages = await asyncio.to_thread(conversation, request, self.store, self.roots)
         return await self.host.prompt(messages)
 
     def shape(self, request: ChatRequest) -> ReplyShape:
-        """The form of the reply."""
         wanted = bool(request.logprobs), bool(request.return_token_ids)
         id = f"chatcmpl-{secrets.token_hex(12)}"
         return ReplyShape(id, self.name, self.host.chat.token_bytes, request.stops, *wanted)
@@ -93,12 +91,10 @@ class ModelService:
         return choices
 
     async def whole(self, request: ChatRequest) -> Json:
-        """The completion at once."""
         prompt = await self.prompt(request)
         return self.shape(request).whole(await self.answer(request, prompt), prompt.tokens)
 
     async def events(self, request: ChatRequest, prompt: Prompt) -> AsyncIterator[str]:
-        """The completion as it is written."""
         shape, loop, count = self.shape(request), asyncio.get_running_loop(), request.n or 1
         news: asyncio.Queue[tuple[Choice, list[int], list[float]] | None] = asyncio.Queue()
 

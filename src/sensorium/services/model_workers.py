@@ -43,12 +43,10 @@ class ModelWorker:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
@@ -102,7 +100,6 @@ class ModelWorkers:
         self.workers, self.start_s, self.hang_s = list(workers), start_s, hang_s
 
     def states(self) -> list[Json]:
-        """How each of them is."""
         return [
             {"url": worker.url, "alive": worker.alive, "ready": worker.alive and worker.ready, "restarts": worker.restarts}
             for worker in self.workers

@@ -84,7 +84,6 @@ class Offers:
 
     @property
     def environments(self) -> dict[str, str]:
-        """The environment behind each name."""
         return {name: offer.environment for name, offer in self.offers.items()}
 
     def chosen(self, name: Any, options: Any) -> tuple[str, dict[str, Any]]:
@@ -105,7 +104,6 @@ class Offers:
         return offer.environment, chosen
 
     def built(self, name: Any, options: Any, store: MediaStore) -> Any:
-        """The environment."""
         environment, chosen = self.chosen(name, options)
         return build("environment", environment, chosen, f"environment '{name}'", store=store)
 
@@ -197,7 +195,6 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether it is opening or acting."""
         return any(task is not None and not task.done() for task in (self.opening, self.acting))
 
     @property
@@ -346,7 +343,6 @@ class SessionTable:
                 session.abandoned = time.monotonic()
 
     async def shut(self) -> None:
-        """Close everything."""
         for id in list(self.sessions):
             await self.close(id)
         if self._closing:
@@ -354,7 +350,6 @@ class SessionTable:
         self._pool.close()
 
     def counts(self) -> Json:
-        """Numbers for /health."""
         counters = {"opened": self.opened, "steps": self.steps, "reaped": self.reaped, "failed": self.failed}
         return {"sessions": len(self.sessions), "capacity": self.capacity, **counters}
 

@@ -90,7 +90,6 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, the warm start included."""
         return self.recipe.total_steps
 
     @property

@@ -203,7 +203,6 @@ class AsynchronousSchedule:
         return None
 
     def close(self) -> None:
-        """Give the thread back."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -215,7 +214,6 @@ class AsynchronousSchedule:
         return deepcopy({"tasks": self._drawn, "open": [*waiting, *self._restored]})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
         self.loader.load_state_dict(state["tasks"])
         self._restored = list(state.get("open", ()))
 
@@ -453,7 +451,6 @@ class Schedule:
         return {"tasks": self.collector.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
         self.collector.loader.load_state_dict(state["tasks"])
 
     async def beside_scoring(self, update: Callable[[], Result]) -> Result:
@@ -475,6 +472,5 @@ class Schedule:
         return await task
 
     def close(self) -> None:
-        """Give the thread back."""
         if self._updating is not None:
             self._updating.shutdown()

@@ -76,7 +76,6 @@ class GymnasiumEnvironment(ActionEnvironment):
             environment.close()
 
     def close(self) -> None:
-        """Close the environment."""
         self._environment.close()
 
     def _begin(self, seed: int) -> None:

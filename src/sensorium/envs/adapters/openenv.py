@@ -85,7 +85,6 @@ class OpenEnvironment:
             environment.close()
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Connect, and start by the seed."""
         self.close()
         self._seed, self._turn, self._over = seed, 0, False
         reply = self._connect({"seed": seed, **self.keys})
@@ -118,11 +117,9 @@ class OpenEnvironment:
         return StepResult(shown, reward, self._over, truncated, success if self._over else None, info)
 
     def demonstrate(self) -> str:
-        """There is none."""
         raise EnvironmentFailure(f"{self.url}: there is no demonstration; warm start from rows that have one.")
 
     def close(self) -> None:
-        """End the connection; the server closes the environment."""
         connection, self._connection = self._connection, None
         self._over = True
         if connection is not None:

@@ -75,7 +75,6 @@ class Connection:
         self._number = 0
 
     async def ask(self, operation: Json, deadline_s: float, store: MediaStore | None = None) -> Json:
-        """Send an operation and wait for its reply."""
         await self._open()
         self._number += 1
         number, reply = self._number, asyncio.get_running_loop().create_future()
@@ -95,7 +94,6 @@ class Connection:
         return value
 
     async def close(self) -> None:
-        """End it."""
         self._break("the connection was closed")
 
     async def _open(self) -> None:
@@ -316,7 +314,6 @@ class EnvironmentClient:
         raise RecipeError(f"remote: no server answers: {why}")
 
     def close(self) -> None:
-        """End all connections."""
         for server in self.servers:
             self.run(server.connection.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -330,7 +327,6 @@ class RemoteSession:
         self.counted = False  # among the server's sessions
 
     async def ask(self, operation: Json, deadline_s: float) -> Json:
-        """One operation on this session."""
         return await self.server.connection.ask({**operation, "session": self.id}, deadline_s, self.store)
 
     async def step(self, response: str, deadline_s: float, retry_s: float) -> Json:
@@ -355,7 +351,6 @@ class RemoteSession:
             pause = min(2 * pause, 1.0)
 
     async def demonstrate(self, deadline_s: float) -> str:
-        """A good response from here."""
         try:
             return str((await self.ask({"op": "demonstrate"}, deadline_s))["response"])
         except (ConnectionLost, ServerRefusal) as error:
@@ -422,15 +417,12 @@ class RemoteEnvironment:
         return reset_from_json(reply)
 
     def step(self, response: str) -> StepResult:
-        """Act there, once."""
         return step_from_json(self._client.run(self._known().step(response, self.deadline_s, self.retry_s)))
 
     def demonstrate(self) -> str:
-        """A good response from here, by the server's environment."""
         return str(self._client.run(self._known().demonstrate(self.deadline_s)))
 
     def close(self) -> None:
-        """Close the session."""
         self._closed += 1
         session, self._session = self._session, None
         if session is not None:

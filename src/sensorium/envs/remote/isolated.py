@@ -76,18 +76,15 @@ class IsolatedEnvironment:
             isolated._give_back()
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Build it in a process, and start it."""
         self.close()
         self._child = _taken(self.memory_mib)
         self._ask({"op": "build", **self._named}, START_S)
         return reset_from_json(self._ask({"op": "reset", "seed": seed}))
 
     def step(self, response: str) -> StepResult:
-        """Act there."""
         return step_from_json(self._ask({"op": "step", "response": response}))
 
     def demonstrate(self) -> str:
-        """A good response from here."""
         return str(self._ask({"op": "demonstrate"}))
 
     def close(self) -> None:
@@ -129,7 +126,6 @@ class _Child(PipedProcess):
         super().__init__([sys.executable, "-P", "-m", "sensorium.envs.remote.isolated", str(memory_mib)], variables)
 
     def ask(self, operation: Json, deadline_s: float) -> tuple[Json, dict[str, bytes]]:
-        """Send an operation and wait for its reply."""
         until = time.monotonic() + deadline_s
         self.write(_framed(pack(operation, {})))
         try:

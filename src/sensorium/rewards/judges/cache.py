@@ -144,15 +144,12 @@ class AnswerCache:
         return mine
 
     def renew(self, key: str, owner: str, seconds: float) -> None:
-        """Extend a claim to so many seconds from now."""
         self._write(("UPDATE claims SET until = ? WHERE key = ? AND owner = ?", (time.time() + seconds, key, owner)))
 
     def release(self, key: str, owner: str) -> None:
-        """End a claim."""
         self._write(("DELETE FROM claims WHERE key = ? AND owner = ?", (key, owner)))
 
     def log(self, row: CallRow) -> None:
-        """Record a call that gave no answer."""
         self._write((CALL, row.values))
 
     def calls(self) -> list[CallRow]:
@@ -161,11 +158,9 @@ class AnswerCache:
         return [CallRow(*row) for row in rows]
 
     def keys(self) -> list[str]:
-        """The keys of all answers."""
         return [key for (key,) in self._read("SELECT key FROM answers ORDER BY key")]
 
     def close(self) -> None:
-        """Close the file."""
         with self._reading, self._writing:
             for opened in {self._reader, self._writer} - {None}:
                 assert opened is not None

@@ -298,7 +298,6 @@ class JudgeClient:
         return self._submit(self._ask(request, about, term)).result()
 
     def take_metrics(self) -> dict[str, float]:
-        """Calls, tokens and costs by model since the last call."""
         return self.meter.take_metrics()
 
     def close(self) -> None:

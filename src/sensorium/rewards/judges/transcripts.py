@@ -105,7 +105,6 @@ class Transcripts:
             raise RecordError(f"judges' transcripts '{self.path}' cannot be written: {error}. Remove the file.") from error
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             if self._db is not None:
                 self._db.close()

@@ -214,7 +214,6 @@ class Transport:
         return self._reply(endpoint, found)
 
     async def close(self) -> None:
-        """Close the connections."""
         for client in self._clients.values():
             await client.close()
         self._clients.clear()

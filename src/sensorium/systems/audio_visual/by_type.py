@@ -52,7 +52,6 @@ class AccuracyByType:
         return (Score(self.name, value, correct=correct),)
 
     def extract(self, task: Task, episode: Episode) -> str | None:
-        """The answer as its type reads it."""
         compare = COMPARE.get(plain(str(task.metadata.get("type", self.default))))
         given = given_answer(episode, fallback=self.fallback)
         return None if compare is None or given is None else READ[compare](given) or None

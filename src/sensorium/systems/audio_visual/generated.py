@@ -122,7 +122,6 @@ class SightAndSound:
         )
 
     def scene(self, index: int) -> SightAndSoundScene:
-        """The scene of task ``index``."""
         random = self._random("scene", index)
         kind = self.kinds[index % len(self.kinds)]
         colours, tones = list(COLOURS), list(TONES)

@@ -51,7 +51,6 @@ class CaptionRows:
 
     @property
     def row_digests(self) -> dict[str, str]:
-        """The digest of the file."""
         return self._rows.row_digests
 
     def __len__(self) -> int:

@@ -31,7 +31,6 @@ BLIND = "You are not shown what the question is about. Answer as well as you can
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The arguments."""
     parser.add_argument("rows", help="JSONL or Parquet as CapRL has them, of pictures or videos (docs/guides/tasks.md)")
     parser.add_argument(
         "out",
@@ -62,7 +61,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Try every question, and write what is kept."""
     out = Path(arguments.out)
     if out.exists() or out.suffix != Path(arguments.rows).suffix:
         raise RecipeError(f"'{out}' exists already, or has another ending than '{arguments.rows}'; choose another name.")

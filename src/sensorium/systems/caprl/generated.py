@@ -45,7 +45,6 @@ class CaptionedScene:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The facts that questions ask about."""
         known = {"colour": self.thing.colour, "shape": self.thing.shape}
         return known | ({"second": self.second} if self.second else {})
 
@@ -56,7 +55,6 @@ class CaptionedScene:
         return stamp + " ".join(filter(None, ("a", words["colour"], words["shape"], PLACES[self.thing.quarter])))
 
     def questions(self) -> list[CaptionQuestion]:
-        """A question about each fact."""
         options = {"colour": tuple(COLOURS), "shape": SHAPES, "second": SECONDS}
         stems = {"colour": "What colour is it?", "shape": "What shape is it?", "second": "When does it come?"}
         return [CaptionQuestion(stems[name], options[name], options[name].index(fact)) for name, fact in self.facts.items()]
@@ -94,7 +92,6 @@ class CaptionedScenes:
         return [name for name in self.scene(index).facts if random.random() < self.telling]
 
     def random(self, purpose: str, index: int) -> Random:
-        """Random numbers for one purpose."""
         return Random(f"{self.name} {self.kind} {self.seed} {self.split} {purpose} {index}")
 
 

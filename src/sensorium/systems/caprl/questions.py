@@ -45,7 +45,6 @@ class CaptionQuestion:
     answer: int
 
     def to_json(self) -> dict[str, Any]:
-        """The question in the form of rows."""
         return {"question": self.stem, "choices": list(self.choices), "answer": ascii_uppercase[self.answer]}
 
     def block(self) -> str:
@@ -63,18 +62,15 @@ class DrawnQuestion:
 
     @property
     def text(self) -> str:
-        """Stem and options."""
         shown = [*(self.question.choices[place] for place in self.order), CANNOT]
         return "\n".join((self.question.stem, *(f"{ascii_uppercase[i]}) {choice}" for i, choice in enumerate(shown))))
 
     @property
     def letter(self) -> str:
-        """The right letter."""
         return ascii_uppercase[self.order.index(self.question.answer)]
 
     @property
     def letters(self) -> str:
-        """All letters."""
         return ascii_uppercase[: len(self.order) + 1]
 
     def prompt(self, caption: str, style: str = "plain") -> str:

@@ -91,7 +91,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Serve until it is interrupted."""
     try:
         from sensorium.services.application import MIB, listen, serve_until_stopped
         from sensorium.systems.caprl.service import RewardService, RewardSettings, make_reward_app

@@ -37,11 +37,9 @@ class FirstLetter:
 
     @property
     def identity(self) -> str:
-        """Its name in keys of the cache."""
         return "first letter"
 
     def parse(self, text: str) -> str:
-        """The letter; ValueError if there is none."""
         return first_letter(text)
 
     def schema(self) -> None:
@@ -166,7 +164,6 @@ class CaptionQA:
         self._client = client_of(context, name, model)
 
     async def score(self, task: Task, episode: Episode) -> Any:
-        """The share of questions answered."""
         caption, questions = last_response(episode), questions_of(task)
         answers = await read_caption(
             needed(self._client, self.name), self.reading, caption, questions, (episode.id,), self.name

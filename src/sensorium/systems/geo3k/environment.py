@@ -50,7 +50,6 @@ class Geo3k:
         self._turn, self._over, self._box = 0, True, ""
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """The problem."""
         head, asked = question_of(self.task)
         expected_answers(self.task)
         self._turn, self._over, self._box = 0, False, ""
@@ -159,7 +158,6 @@ class Figure:
 
     @property
     def answer(self) -> int:
-        """The right length."""
         return self.width if self.asked == "wide" else self.height
 
 
@@ -218,11 +216,9 @@ class Geometry(Geo3k):
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
-        """The figure and the question of a seed."""
         return str(figure_of(seed))
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """The figure and the question."""
         self._seed, self._figure, self._confirmed = seed, figure_of(seed), ""
         png = draw_png(None if self.view == "blank" else self._figure, self.cell)
         picture = self.store.put(png, "picture", f"geometry seed {seed}")

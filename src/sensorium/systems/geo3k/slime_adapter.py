@@ -37,7 +37,6 @@ class SlimeEnvironment:
         self._turn = 0
 
     async def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Build it for the task's sample; the task asks the question."""
         head, asked = question_of(self.task)
         sample, build = self._sample(seed), self._module.build_env
         try:
@@ -50,7 +49,6 @@ class SlimeEnvironment:
         return head, Observation(asked)
 
     async def step(self, response: str) -> StepResult:
-        """Pass the response on; show the next observation."""
         if self._environment is None:
             raise EnvironmentFailure(f"{self.path}: nothing was asked yet; reset it first.")
         observation, done, info = await awaited(self._environment.step(response))
@@ -65,7 +63,6 @@ class SlimeEnvironment:
         raise EnvironmentFailure(f"task {self.task.id}: its demonstration has no response for turn {self._turn}.")
 
     async def close(self) -> None:
-        """Close it, if it has a ``close``."""
         environment, self._environment = self._environment, None
         if environment is not None and hasattr(environment, "close"):
             await awaited(environment.close())

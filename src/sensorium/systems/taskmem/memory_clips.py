@@ -40,7 +40,6 @@ class ClipTruth:
 
     @property
     def description(self) -> str:
-        """The complete memory of the clip."""
         return f"<face_{self.face}>{self.colour}"
 
 
@@ -114,7 +113,6 @@ class MemoryClips:
         )  # fmt: skip
 
     def truth(self, video: int, clip: int) -> ClipTruth:
-        """The truth about a clip."""
         colour = self._random("colour", video).choice([*COLOURS])
         random = self._random("clip", video, clip)
         return ClipTruth(random.randint(1, FACES), colour, random.choice([*DIRECTIONS]))

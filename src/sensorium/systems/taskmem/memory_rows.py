@@ -144,7 +144,6 @@ class TaskMemRows:
 
     @property
     def row_digests(self) -> dict[str, str]:
-        """The digest of the file."""
         return self._lines.row_digests
 
     def __len__(self) -> int:

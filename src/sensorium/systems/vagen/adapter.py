@@ -61,14 +61,12 @@ class VagenEnvironment:
         return asyncio.run(first())
 
     async def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        """Start by the seed, then ask for the system prompt."""
         self._seed, self._turn, self._over = seed, 0, False
         observation, _ = await awaited(self._environment.reset(seed))
         prompt = await awaited(self._environment.system_prompt())
         return (Message("system", self._blocks(prompt)),), Observation((Message("user", self._blocks(observation)),))
 
     async def step(self, response: str) -> StepResult:
-        """Pass the response on; show the next observation."""
         if self._over:
             raise EnvironmentFailure(f"{self.path}: it is over (or has not begun); reset it first.")
         observation, reward, done, info = await awaited(self._environment.step(response))
@@ -90,11 +88,9 @@ class VagenEnvironment:
         )
 
     def demonstrate(self) -> str:
-        """There is none."""
         raise EnvironmentFailure(f"{self.path}: there is no demonstration; warm start from rows that have one.")
 
     async def close(self) -> None:
-        """Close it."""
         self._over = True
         await awaited(self._environment.close())
 

@@ -129,7 +129,6 @@ class StepFacts:
 
     @property
     def supervised(self) -> bool:
-        """True for a step of the warm start."""
         return self.step <= self.recipe.warm_start.steps
 
     @property
