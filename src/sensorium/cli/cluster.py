@@ -28,7 +28,11 @@ def run(arguments: Namespace) -> int:
     if not (directory / "recipe.yaml").exists():
         raise RecordError(f"'{directory}' holds no run: give the directory that 'sensorium train' wrote.")
     found, console = read_processes(directory), Terminal()
-    if found is None or _other_driver(directory, found):
+    holder = last_holder(directory)
+    drivers = [row.pid for row in found.rows if row.part == "driver"] if found is not None else []
+    # another driver has been started since, and has not written anything yet
+    restarted = holder and holder[1] == socket.gethostname() and alive(holder[0]) and holder[0] not in drivers
+    if found is None or restarted:
         text, code = _without_processes(directory)
         say(text, console)
         return code
@@ -50,13 +54,6 @@ def _early_end(found: RunProcesses) -> str:
     gone = [row.pid for row in found.rows if row.part == "driver" and _state(row, found) == "gone"]
     how = "did not record how the run ended: it was killed, stopped while it started, or could not write (a full disk)"
     return f"The driver, process {gone[0]}, is gone and {how}." if gone else ""
-
-
-def _other_driver(directory: Path, found: RunProcesses) -> bool:  # started since, and nothing written yet
-    holder = last_holder(directory)
-    if holder is None or holder[1] != socket.gethostname() or not alive(holder[0]):
-        return False
-    return holder[0] not in (row.pid for row in found.rows if row.part == "driver")
 
 
 def _without_processes(directory: Path) -> tuple[str, int]:

@@ -41,7 +41,13 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     console = Terminal()
-    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *_settings(arguments)])
+    if arguments.greedy and arguments.temperature:
+        raise RecipeError(f"--greedy and --temperature {arguments.temperature:g} contradict each other; drop one of them.")
+    given = {"temperature": arguments.temperature, "samples": arguments.samples, "limit": arguments.limit}
+    if arguments.greedy:
+        given |= {"temperature": 0.0, "samples": arguments.samples or 1}
+    settings = [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *settings])
     if not recipe.tasks.evaluate:
         raise RecipeError(f"{arguments.recipe}: tasks.evaluate names no source, so there is nothing to evaluate on.")
     if arguments.chunk < 1:
@@ -69,12 +75,3 @@ def run(arguments: Namespace) -> int:
         say(costs, console)
     say(f"written to {folder}: summary.json, table.md, samples.jsonl", console)
     return 0
-
-
-def _settings(arguments: Namespace) -> list[str]:
-    if arguments.greedy and arguments.temperature:
-        raise RecipeError(f"--greedy and --temperature {arguments.temperature:g} contradict each other; drop one of them.")
-    given = {"temperature": arguments.temperature, "samples": arguments.samples, "limit": arguments.limit}
-    if arguments.greedy:
-        given |= {"temperature": 0.0, "samples": arguments.samples or 1}
-    return [f"evaluation.{key}={value}" for key, value in given.items() if value is not None]

@@ -2,7 +2,6 @@
 
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -50,7 +49,11 @@ def run(arguments: Namespace) -> int:
         _refuse_no_run(arguments.recipe)
     overrides = list(arguments.overrides)
     if arguments.caprl_env:
-        overrides = [*_from_environment(arguments.recipe, overrides), *overrides]
+        caprl = import_system("sensorium.systems.caprl.settings", "--caprl-env")
+        found = caprl.caprl_settings(os.environ, arguments.recipe, load_recipe(arguments.recipe), overrides)
+        for notice in found.notices():
+            say(notice, Terminal(stderr=True))
+        overrides = [*(override for taken in found.overrides.values() for override in taken), *overrides]
     recipe = resolve_epochs(load_recipe(arguments.recipe, overrides))
     if arguments.dry_run:
         notes = _resumable(recipe) if arguments.resume else []
@@ -84,14 +87,6 @@ def _resumable(recipe: Recipe) -> list[str]:
     from sensorium.trainer.run_claim import go_on
 
     return go_on(recipe, RunDirectory(recipe.directory))
-
-
-def _from_environment(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
-    caprl = import_system("sensorium.systems.caprl.settings", "--caprl-env")
-    found = caprl.caprl_settings(os.environ, recipe, load_recipe(recipe), overrides)
-    for notice in found.notices():
-        say(notice, Terminal(stderr=True))
-    return [override for taken in found.overrides.values() for override in taken]
 
 
 def _refuse_no_run(source: str) -> None:

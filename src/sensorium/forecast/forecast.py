@@ -161,9 +161,16 @@ class Saving:
 
 def _ways_out(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> str:
     saving = _least_settings(recipe, shape, kind, ranks, samples=samples)
-    fitting = [str(saving)] if saving.memory.fits(kind) else []
-    fitting += _more_ranks(recipe, shape, kind, ranks)
-    nearest = "" if saving.memory.fits(kind) or not saving.settings else f"Settings bring it down to {saving}. "
+    fits = saving.memory.fits(kind)
+    fitting = [str(saving)] if fits else []
+    counts = [2**power for power in range(1, 13) if 2**power > ranks]
+    for words, changed in (("", recipe), (", with model.gradient_checkpointing=true", with_checkpointing(recipe, True))):
+        memories = ((count, rank_memory(changed, shape, kind, count, samples=False)) for count in counts)
+        if found := next(((count, memory) for count, memory in memories if memory.fits(kind)), None):
+            each = f"({found[1].total / GIB:.1f} GiB each)"
+            fitting.append(f"{found[0]} ranks beside engines on GPUs of their own{words} {each}")
+            break
+    nearest = "" if fits or not saving.settings else f"Settings bring it down to {saving}. "
     return f"{nearest}What would fit: {'; '.join(fitting)}." if fitting else f"{nearest}It needs a larger GPU."
 
 
@@ -203,16 +210,6 @@ def _with_setting(section: Any, key: str, value: Any) -> Any:
     return section | {name: _with_setting(section.get(name), inner, value) if inner else value}
 
 
-def _more_ranks(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int) -> list[str]:
-    recomputed = with_checkpointing(recipe, True)
-    for words, changed in (("", recipe), (", with model.gradient_checkpointing=true", recomputed)):
-        for count in (2**power for power in range(1, 13) if 2**power > ranks):
-            memory = rank_memory(changed, shape, kind, count, samples=False)
-            if memory.fits(kind):
-                return [f"{count} ranks beside engines on GPUs of their own{words} ({memory.total / GIB:.1f} GiB each)"]
-    return []
-
-
 @dataclass(frozen=True)
 class Forecast:
     """``rank`` and ``engine`` are the memory of one GPU each; ``hours`` and ``cost`` are of the whole run.
@@ -247,7 +244,14 @@ def forecast(recipe: Recipe, asked: Asked, tasks: Sequence[Task] = (), unread: s
     shape, source = planned_shape(recipe.model, asked.shape)
     shape = shape_for_tasks(shape, tasks)
     if asked.prompt_tokens:
-        recipe = _shorter(recipe, asked.prompt_tokens)
+        rollout = recipe.rollout
+        if asked.prompt_tokens >= rollout.max_context_tokens:
+            raise RecipeError(
+                f"--prompt-tokens {asked.prompt_tokens} leaves no room to write in a context of "
+                f"{rollout.max_context_tokens} (rollout.max_context_tokens)."
+            )
+        context = min(rollout.max_context_tokens, asked.prompt_tokens + rollout.max_new_tokens * rollout.max_turns)
+        recipe = recipe.model_copy(update={"rollout": rollout.model_copy(update={"max_context_tokens": context})})
     work = work_of(recipe, asked.prompt_tokens, asked.response_tokens)
     base = Deployment(
         schedule=asked.schedule or recipe.schedule.name,
@@ -287,18 +291,6 @@ def forecast(recipe: Recipe, asked: Asked, tasks: Sequence[Task] = (), unread: s
         cost=None if asked.price is None or hours is None else asked.price * asked.gpus * hours,
         notes=tuple(_notes_of(recipe, kind, deployment, work, asked, experts="moe" in shape.family, unread=unread)),
     )
-
-
-def _shorter(recipe: Recipe, prompt_tokens: int) -> Recipe:
-    rollout = recipe.rollout
-    if prompt_tokens >= rollout.max_context_tokens:
-        raise RecipeError(
-            f"--prompt-tokens {prompt_tokens} leaves no room to write in a context of {rollout.max_context_tokens} "
-            "(rollout.max_context_tokens)."
-        )
-    written = rollout.max_new_tokens * rollout.max_turns
-    context = min(rollout.max_context_tokens, prompt_tokens + written)
-    return recipe.model_copy(update={"rollout": rollout.model_copy(update={"max_context_tokens": context})})
 
 
 def _engine_counts(asked: Asked, base: Deployment) -> list[int]:
@@ -351,14 +343,12 @@ def _planned(
     deployment = replace(deployment, pushed_bytes=pushed, push=_push(recipe, deployment), check_s=check_s)
     way = recipe.model.gradient_checkpointing
     assert way != "auto", "decided by fitting_memory"
-    model = costs_of(
-        shape,
-        number_bytes=size,
-        recompute=way,
-        frozen=recipe.model.freeze,
-        lora=bool(recipe.model.lora.rank),
-        forwards=_forwards(recipe),
-    )
+    algorithm, batch = recipe.algorithm, recipe.batch
+    passes = float(algorithm.kl.coef > 0) + float(batch.updates_per_epoch * batch.epochs_per_step > 1)
+    if estimator_traits(algorithm.advantage.name).critic and algorithm.critic.trunk == "own":
+        passes += 1 + 3 * batch.epochs_per_step  # its values, and its training: three times a forward pass
+    forwards, lora = passes / batch.epochs_per_step, bool(recipe.model.lora.rank)
+    model = costs_of(shape, number_bytes=size, recompute=way, frozen=recipe.model.freeze, lora=lora, forwards=forwards)
     host = machine(kind, network=None if asked.network is None else asked.network * 1e9)
     sampling = Costs(model, host, deployment.engine_gpus, assumed("vllm_times") if vllm else 1.0)
     steps = max(3, min(8, ceil(20_000 / work.episodes)))  # few of many episodes are as good as many of few
@@ -422,11 +412,3 @@ def _refuse_large_engine(recipe: Recipe, shape: ModelShape, kind: Kind, plan: De
         "the rest keys and values of all responses it writes at once: lower rollout.engine.options.max_rows or "
         "rollout.concurrency, or plan with more --engines."
     )
-
-
-def _forwards(recipe: Recipe) -> float:
-    algorithm, batch = recipe.algorithm, recipe.batch
-    passes = float(algorithm.kl.coef > 0) + float(batch.updates_per_epoch * batch.epochs_per_step > 1)
-    if estimator_traits(algorithm.advantage.name).critic and algorithm.critic.trunk == "own":
-        passes += 1 + 3 * batch.epochs_per_step  # its values, and its training: three times a forward pass
-    return passes / batch.epochs_per_step

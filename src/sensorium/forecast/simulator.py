@@ -309,7 +309,10 @@ class _Asynchronous:
         while len(self.ends) < self.steps:
             when, _, what, index, epoch = heapq.heappop(self.events)
             if what == "row" and epoch == self.epochs[index]:
-                self._row_ended(index)
+                for group in self.engines[index].run_to_next_end():
+                    self.coming[self.numbers + 1] = group
+                    self._push_event(group.ended_s + self.run.plan.scoring_s, "scored", self.numbers + 1)
+                self._feed(index)
             elif what == "scored":
                 self.scored.append(self.coming.pop(index))
                 self._begin_update(when)
@@ -356,12 +359,6 @@ class _Asynchronous:
             self.drawn = self.run.groups(self.draws)[::-1]
             self.draws += 1
         return self.drawn.pop()
-
-    def _row_ended(self, index: int) -> None:
-        for group in self.engines[index].run_to_next_end():
-            self.coming[self.numbers + 1] = group
-            self._push_event(group.ended_s + self.run.plan.scoring_s, "scored", self.numbers + 1)
-        self._feed(index)
 
     def _begin_update(self, now: float) -> None:
         """Train on the oldest complete groups, if there are enough and no other group would grow too old."""

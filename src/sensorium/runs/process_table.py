@@ -85,12 +85,6 @@ def write_processes(
     write_whole(folder / NAME, json.dumps(asdict(state), indent=1) + "\n")
 
 
-def forget_processes(folder: Path) -> None:
-    """Remove the file of a run of several processes that is resumed as one."""
-    with suppress(OSError):
-        (folder / NAME).unlink(missing_ok=True)
-
-
 class Heartbeat:
     """Writes ``parts()`` into a run directory, from a thread of its own, until it is closed.
 
@@ -108,7 +102,8 @@ class Heartbeat:
         if self._rows:
             self._thread.start()
         else:
-            forget_processes(folder)
+            with suppress(OSError):
+                (folder / NAME).unlink(missing_ok=True)
 
     def at(self, step: int) -> None:
         """The run is at this step."""

@@ -63,8 +63,15 @@ class ModelHost:
     async def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Messages rendered and their media prepared; refused where they leave no room for an answer."""
         loop = asyncio.get_running_loop()
-        segment = await _refusing(loop.run_in_executor(self._renderers, self._rendered, messages))
-        prompt: Prompt = await self._there(self._prompt(segment))
+        segment: Segment = await _refusing(loop.run_in_executor(self._renderers, self._rendered, messages))
+
+        async def prepared() -> Prompt:
+            await self._ready(span.media for span in segment.media)
+            tokens = tuple(self.chat.layout(segment).ids_T.tolist())
+            self._refuse_long(len(tokens))
+            return Prompt(segment, tokens)
+
+        prompt: Prompt = await self._there(prepared())
         return prompt
 
     async def answer(
@@ -106,12 +113,6 @@ class ModelHost:
         segment = self.chat.render(messages)
         self._refuse_long(len(segment.tokens))
         return segment
-
-    async def _prompt(self, segment: Segment) -> Prompt:
-        await self._ready(span.media for span in segment.media)
-        tokens = tuple(self.chat.layout(segment).ids_T.tolist())
-        self._refuse_long(len(tokens))
-        return Prompt(segment, tokens)
 
     def _refuse_long(self, count: int, least: str = "") -> None:
         if count >= self.most_context:

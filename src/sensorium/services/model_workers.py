@@ -112,24 +112,21 @@ class ModelWorkers:
         try:
             for worker in self.workers:
                 worker.start()
-            await self._until_ready()
+            until = time.monotonic() + self.start_s
+            for worker in self.workers:
+                while not await self._answers(worker):
+                    code = worker.process.poll() if worker.process is not None else None
+                    if code is not None or time.monotonic() > until:
+                        why = f"was not ready within {self.start_s:g} s" if code is None else f"ended with code {code}"
+                        command = " ".join(worker.command).replace("{port}", str(worker.port))
+                        raise EngineLost(f"the worker at {worker.url} {why}: {command}. Its errors are above.")
+                    await asyncio.sleep(LOOK_S)
             keeping = asyncio.create_task(self._keep())
             yield
         finally:
             if keeping is not None:
                 keeping.cancel()
             await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in self.workers))
-
-    async def _until_ready(self) -> None:
-        until = time.monotonic() + self.start_s
-        for worker in self.workers:
-            while not await self._answers(worker):
-                code = worker.process.poll() if worker.process is not None else None
-                if code is not None or time.monotonic() > until:
-                    why = f"ended with code {code}" if code is not None else f"was not ready within {self.start_s:g} s"
-                    command = " ".join(worker.command).replace("{port}", str(worker.port))
-                    raise EngineLost(f"the worker at {worker.url} {why}: {command}. Its errors are above.")
-                await asyncio.sleep(LOOK_S)
 
     async def _keep(self) -> None:
         while True:

@@ -278,8 +278,15 @@ class SessionTable:
             raise Refusal(409, f"session '{id}' is still at step {session.number}")
         if session.done:
             raise Refusal(410, f"session '{id}' has ended; open another one")
-        session.number = number
-        session.acting = asyncio.create_task(self._act(session, response))
+        session.number, live = number, session.live
+
+        async def act() -> Json:
+            result = await live.step(response, number)
+            self.steps += 1
+            session.done = result.done or result.truncated or result.observation is None
+            return step_to_json(result)
+
+        session.acting = asyncio.create_task(act())
         return await self._outcome(session, session.acting)
 
     async def demonstrate(self, id: str) -> Json:
@@ -394,13 +401,6 @@ class SessionTable:
         self.opened += 1
         return session
 
-    async def _act(self, session: Session, response: str) -> Json:
-        assert session.live is not None, "only a session that was reset acts"
-        result = await session.live.step(response, session.number)
-        self.steps += 1
-        session.done = result.done or result.truncated or result.observation is None
-        return step_to_json(result)
-
     async def _outcome(self, session: Session, task: "asyncio.Task[Json] | None") -> Json:
         """The result of a task, which continues if nobody waits any longer."""
         assert task is not None, "a session with an environment was opened"
@@ -446,23 +446,18 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, SensoriumError) else words(error)
 
 
-def text_of_messages(messages: Sequence[Json], placeholder: str = "") -> str:
-    """The text of messages, one after another, with ``placeholder`` for each picture.
-
-    A placeholder that is in the text itself is changed, since it stands for no picture.
-    """
-
-    def text(block: Json) -> str:
-        if "text" not in block:
-            return placeholder
-        return str(block["text"].replace(PLACEHOLDER, "< image>") if placeholder else block["text"])
-
-    return "\n".join("".join(map(text, message["content"])) for message in messages)
+def text_of_messages(messages: Sequence[Json]) -> str:
+    """The text of messages, one after another."""
+    return "\n".join("".join(block.get("text", "") for block in message["content"]) for message in messages)
 
 
 def with_images(messages: Sequence[Json]) -> str:
-    """The text of messages with ``<image>`` for each picture."""
-    return text_of_messages(messages, PLACEHOLDER)
+    """The text of messages with ``<image>`` for each picture; one that is in the text itself is changed."""
+
+    def text(block: Json) -> str:
+        return block["text"].replace(PLACEHOLDER, "< image>") if "text" in block else PLACEHOLDER
+
+    return "\n".join("".join(map(text, message["content"])) for message in messages)
 
 
 def pictures(messages: Sequence[Json], store: MediaStore) -> list[bytes]:

@@ -258,18 +258,6 @@ def _loss(name: str) -> Rule:
     return switch(lambda sheet, setting: choose_loss(sheet, name), "it is off")
 
 
-def _token_level(sheet: Sheet, setting: Setting) -> Rule:
-    if sheet.at("algorithm.loss.name", "clip") == "gspo":
-        return no_effect("the loss gspo weighs sequences")
-    return {"algorithm.loss.aggregation": "token_mean" if setting.value else "sequence_mean_token_mean"}
-
-
-def _correction_high(sheet: Sheet, setting: Setting) -> Rule:
-    if setting.value and sheet.value("loss_fn.use_importance_sampling_correction"):
-        return {"algorithm.correction.high": float(setting.value)}
-    return no_effect("weights are not bounded by it")
-
-
 def _least_rate(sheet: Sheet, setting: Setting) -> Rule:
     rate = sheet.value("policy.megatron_cfg.optimizer.lr")
     if sheet.value("policy.megatron_cfg.scheduler.lr_decay_style", "constant") == "constant" or not rate:
@@ -288,12 +276,6 @@ def _torch_schedule(sheet: Sheet, setting: Setting) -> Rule:
 
 def _evaluated(rule: Rule) -> Rule:
     return where_evaluated(rule, no_place("nothing is held out: name rows under tasks.evaluate"))
-
-
-def _multiplier(sheet: Sheet, setting: Setting) -> Rule:
-    if setting.value and setting.value > 1:
-        return {"selection.oversample": float(setting.value)}
-    return no_effect("as many tasks are played as are trained on")
 
 
 def _megatron(rule: Rule) -> Rule:
@@ -341,7 +323,11 @@ TABLE: dict[str, Any] = {
         "dynamic_sampling_max_gen_batches": where(
             "grpo.use_dynamic_sampling", "selection.max_rounds", "there is no dynamic sampling", default=False
         ),
-        "batch_multiplier": _multiplier,
+        "batch_multiplier": lambda sheet, setting: (
+            {"selection.oversample": float(setting.value)}
+            if setting.value and setting.value > 1
+            else no_effect("as many tasks are played as are trained on")
+        ),
         "async_grpo.enabled": switch({"schedule.name": "asynchronous"}, "steps follow each other"),
         "async_grpo.max_trajectory_age_steps": where(
             "grpo.async_grpo.enabled", "schedule.max_staleness", "steps follow each other (async_grpo.enabled)"
@@ -366,11 +352,19 @@ TABLE: dict[str, Any] = {
         "ratio_clip_min": of_loss("clip_low"),
         "ratio_clip_max": of_loss("clip_high"),
         "ratio_clip_c": of_loss("dual_clip"),
-        "token_level_loss": _token_level,
+        "token_level_loss": lambda sheet, setting: (
+            no_effect("the loss gspo weighs sequences")
+            if sheet.at("algorithm.loss.name", "clip") == "gspo"
+            else {"algorithm.loss.aggregation": "token_mean" if setting.value else "sequence_mean_token_mean"}
+        ),
         "sequence_level_importance_ratios": _loss("gspo"),
         "use_cispo": _loss("cispo"),
         "use_importance_sampling_correction": switch({"algorithm.correction.weights": "token"}, "it is off"),
-        "truncated_importance_sampling_ratio": _correction_high,
+        "truncated_importance_sampling_ratio": lambda sheet, setting: (
+            {"algorithm.correction.high": float(setting.value)}
+            if setting.value and sheet.value("loss_fn.use_importance_sampling_correction")
+            else no_effect("weights are not bounded by it")
+        ),
         "use_kl_in_reward": switch({"algorithm.kl.place": "reward"}, "the KL is in the loss"),
         "kl_*_clamp_value": no_place("KL terms are not clamped"),
         "entropy_coef": "algorithm.loss.entropy_coef",

@@ -40,6 +40,7 @@ from sensorium.systems.migration.outcomes import (
     parsed,
     rows_source,
     run_name,
+    switch,
     table,
     where,
 )
@@ -186,11 +187,6 @@ def migrate_slime(settings: Sequence[Setting], text: str, named: str, notes: Seq
     return sheet.finish(named, "--hf-checkpoint")
 
 
-def _data(sheet: Sheet, setting: Setting) -> Rule:
-    path = str(listed(setting.value)[0])
-    return {"tasks.train.0.source": rows_source(path), "tasks.train.0.options.path": path}
-
-
 def _held_out(sheet: Sheet, setting: Setting) -> Rule:
     columns = sheet.at("tasks.train.0.options.columns", {"prompt": "prompt"})
     sources: list[dict[str, Any]] = []
@@ -280,12 +276,6 @@ def _of_kl(rule: Rule) -> Rule:
     return where("--use-kl-loss", rule, "there is no KL in the loss (--use-kl-loss)", default=False)
 
 
-def _kl_reward(sheet: Sheet, setting: Setting) -> Rule:
-    if not setting.value:
-        return no_effect("no KL in the reward")
-    return {"algorithm.kl.place": "reward", "algorithm.kl.coef": float(setting.value)}
-
-
 def _clip(sheet: Sheet, setting: Setting) -> Rule:
     name = sheet.at("algorithm.loss.name", "clip")
     sides = ["low"] if "--eps-clip-high" in sheet.settings else ["low", "high"]
@@ -307,16 +297,6 @@ def _environment(sheet: Sheet, setting: Setting) -> Rule:
     return {"tasks.train.0.options.environment": {"name": "slime", "options": options}}
 
 
-def _model_name(sheet: Sheet, setting: Setting) -> Rule:
-    return {"model.path": f"Qwen/{setting.value}" if str(setting.value).startswith("Qwen") else setting.value}
-
-
-def _epochs(sheet: Sheet, setting: Setting) -> Rule:
-    if "--num-rollout" in sheet.settings:
-        return no_effect("--num-rollout gives the length of the run")
-    return {"epochs": setting.value, "steps": DROP}
-
-
 def _held(place: str) -> Rule:
     def rule(sheet: Sheet, setting: Setting) -> Rule:
         held = sheet.at("tasks.evaluate") or "--eval-prompt-data" in sheet.settings
@@ -330,7 +310,9 @@ BY_TOKENS = no_place("batch.tokens_per_microbatch")
 TABLE: dict[str, Any] = {
     "max_turns": _turns,
     "rollout_interaction_env_path": _environment,
-    "SLIME_SCRIPT_MODEL_NAME": _model_name,
+    "SLIME_SCRIPT_MODEL_NAME": lambda sheet, setting: {
+        "model.path": f"Qwen/{setting.value}" if str(setting.value).startswith("Qwen") else setting.value
+    },
     "SLIME_SCRIPT_NUM_GPUS": CLUSTER,
     "SLIME_SCRIPT_*": no_place("how slime's example is launched; here: sensorium train RECIPE"),
     "--": {
@@ -339,7 +321,10 @@ TABLE: dict[str, Any] = {
         "ref-load": no_effect("the reference is the model before RL"),
         "save": "run_dir",
         "save-interval": "checkpoint.every",
-        "prompt-data": _data,
+        "prompt-data": lambda sheet, setting: {
+            "tasks.train.0.source": rows_source(str(listed(setting.value)[0])),
+            "tasks.train.0.options.path": str(listed(setting.value)[0]),
+        },
         "eval-prompt-data": _held_out,
         "input-key": _column("prompt"),
         "label-key": _column("answer"),
@@ -357,7 +342,11 @@ TABLE: dict[str, Any] = {
         ),
         "custom-config-path": no_place("run sensorium migrate on this file, too: max_turns and the environment"),
         "num-rollout": lambda sheet, setting: {"steps": setting.value, "epochs": DROP},
-        "num-epoch": _epochs,
+        "num-epoch": lambda sheet, setting: (
+            no_effect("--num-rollout gives the length of the run")
+            if "--num-rollout" in sheet.settings
+            else {"epochs": setting.value, "steps": DROP}
+        ),
         "rollout-batch-size": "batch.prompts_per_step",
         "n-samples-per-prompt": "batch.group_size",
         "global-batch-size": lambda sheet, setting: divide_batch(sheet, setting.value),
@@ -389,7 +378,10 @@ TABLE: dict[str, Any] = {
         "use-kl-loss": _of_kl({"algorithm.kl.place": "loss"}),
         "kl-loss-coef": _of_kl(lambda sheet, setting: {"algorithm.kl.coef": float(setting.value)}),
         "kl-loss-type": _of_kl(chosen("algorithm.kl.estimator", KL, "algorithm.kl.estimator is k1, abs, k2 or k3")),
-        "kl-coef": _kl_reward,
+        "kl-coef": switch(
+            lambda sheet, setting: {"algorithm.kl.place": "reward", "algorithm.kl.coef": float(setting.value)},
+            "no KL in the reward",
+        ),
         "entropy-coef": lambda sheet, setting: {"algorithm.loss.entropy_coef": float(setting.value)},
         "eps-clip": _clip,
         "eps-clip-high": of_loss("clip_high"),
