@@ -1,10 +1,10 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W0|W1|W2|W3|OMNI [--steps 3] [--tokens-per-microbatch 16384] [--sharing on|off|none]
+python -m bench step --workload W0|W1|W2|W3|OMNI|Q35 [--steps 3] [--tokens-per-microbatch 16384] [--sharing on|off|none]
                      [--recompute none|selective|full|auto] [--moments bfloat16] [--precision fast|matched] [--peers]
 python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
 python -m bench curves
-python -m bench rollout --workload W1|W3 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
+python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench kernels --workload W1|W2|W3 [--steps 3] [--limit-s 500] [--known FILE] [--out kernels.json]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
 
@@ -44,7 +44,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=["step", "engines", "rollout", "curves", "kernels", "export"])
-    parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI"])
+    parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
@@ -92,14 +92,14 @@ def main() -> None:
         _export(given)
         return
     from peer_step import peer_steps
-    from workload import OMNI, W1, W2, W3
+    from workload import WORKLOADS
 
     if given.what == "curves":
         from curves import measure
 
         print(json.dumps(measure(), indent=1))
         return
-    work = {"W1": W1, "W2": W2, "W3": W3, "OMNI": OMNI}[given.workload]
+    work = WORKLOADS[given.workload]
     if given.prompts:
         work = replace(work, prompts=given.prompts)
     if given.what == "step":

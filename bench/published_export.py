@@ -45,7 +45,7 @@ def _alone(phase: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
 
 def _make(place: Path, tiny: bool) -> dict[str, Any]:
     """Write the checkpoint."""
-    from workload import QWEN2_5_OMNI_7B, write_model
+    from workload import write_model
 
     from sensorium.models.tiny import make_tiny
     from tests.families import publish
@@ -54,7 +54,7 @@ def _make(place: Path, tiny: bool) -> dict[str, Any]:
     if tiny:
         publish("Qwen2.5-Omni-7B", make_tiny("qwen2_5_omni", made), source)
     else:
-        publish("Qwen2.5-Omni-7B", write_model(made, "qwen2_5_omni", QWEN2_5_OMNI_7B), source, SHARD)
+        publish("Qwen2.5-Omni-7B", write_model(made, "qwen2_5_omni"), source, SHARD)
     shutil.rmtree(made, ignore_errors=True)  # not there where models are kept
     return {"shards": len(list(source.glob("*.safetensors"))), "gib": _gib(_bytes_of(source))}
 

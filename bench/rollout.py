@@ -50,7 +50,7 @@ def time_rollouts(
     """
     with tempfile.TemporaryDirectory() as scratch:
         store = MediaStore()
-        model = write_model(Path(scratch) / "model")
+        model = write_model(Path(scratch) / "model", work.family)
         policy = load_policy(str(model), store=store, device="cuda", dtype="bfloat16", precision=precision)
     policy.model.requires_grad_(False)
     engine = NativeEngine(policy, max_rows=max_rows)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from profiles import host_of, kernels_of
-from workload import QWEN2_5_OMNI_7B, Workload, recipe_for, write_model
+from workload import Workload, recipe_for, write_model
 
 from sensorium.models.policy import Policy
 from sensorium.recipe.plan import make_plan
@@ -36,7 +36,9 @@ def _update_flops(policy: Policy, work: Workload, metrics: dict[str, float]) -> 
     """
     layers = sum(p.numel() for p in policy.adapter.language_model.layers.parameters())
     tower = sum(p.numel() for p in policy.adapter.towers["picture"].module.parameters())
-    patches = 0 if work.clip else metrics["packing/tower_items"] * (work.pixels // 14) ** 2
+    patches = 0.0
+    if not work.clip:
+        patches = metrics["packing/tower_items"] * (work.pixels // policy.model.config.vision_config.patch_size) ** 2
     head = policy.adapter.head.weight.numel()
     return 6 * (layers * metrics["packing/tokens"] + head * metrics["packing/trained_tokens"] + tower * patches)
 
@@ -104,8 +106,7 @@ def opened(
     """A trainer of a workload, its run directory and its recipe. ``alone``: advantages that need no group."""
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     with tempfile.TemporaryDirectory() as scratch:
-        shape = ("qwen2_5_omni", QWEN2_5_OMNI_7B) if work.clip else ()
-        model = write_model(Path(scratch) / "model", *shape)
+        model = write_model(Path(scratch) / "model", work.family)
         directory = RunDirectory(Path(scratch) / "run").create()
         recipe = recipe_for(
             work,

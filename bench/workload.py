@@ -38,6 +38,21 @@ QWEN2_5_OMNI_7B = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
+# About 4 B weights: 24 delta nets and 8 layers of attention.
+QWEN3_5_4B = {
+    "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "initializer_range": 0.02,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "full_attention_interval": 4, "max_position_embeddings": 262144, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "vision_depth": 24, "vision_hidden_size": 1024, "vision_intermediate_size": 4096, "vision_num_heads": 16,
+    "vision_num_position_embeddings": 2304, "vision_out_hidden_size": 2560, "vision_initializer_range": 0.02,
+}  # fmt: skip
+SHAPES = {"qwen2_5_vl": QWEN2_5_VL_3B, "qwen2_5_omni": QWEN2_5_OMNI_7B, "qwen3_5": QWEN3_5_4B}
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -53,6 +68,8 @@ class Workload:
     """Pictures of a prompt. Sixteen cost what a video of 32 frames costs: a temporal patch is two frames."""
     clip: bool = False
     """A video of 8 frames and a sound of 30 seconds instead of pictures."""
+    family: str = "qwen2_5_vl"
+    """The model, of a published shape (``SHAPES``)."""
 
     def lengths(self, seed: int) -> list[list[int]]:
         """Tokens of every response: all alike, or from a heavy tail that is cut at ``tail`` times the mean."""
@@ -79,7 +96,9 @@ W0 = Workload(prompts=8, group=8, pixels=112, new_tokens=64)
 W1 = Workload(prompts=16, group=8, pixels=448, new_tokens=256)
 W2 = Workload(prompts=8, group=8, pixels=448, new_tokens=256, pictures=16)
 W3 = Workload(prompts=64, group=8, pixels=448, new_tokens=256, tail=6.0)
-OMNI = Workload(prompts=8, group=8, pixels=448, new_tokens=256, clip=True)
+OMNI = Workload(prompts=8, group=8, pixels=448, new_tokens=256, clip=True, family="qwen2_5_omni")
+Q35 = Workload(prompts=16, group=8, pixels=448, new_tokens=256, family="qwen3_5")
+WORKLOADS = {"W1": W1, "W2": W2, "W3": W3, "OMNI": OMNI, "Q35": Q35}
 
 
 class NoisePictures:
@@ -157,7 +176,7 @@ def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Rec
     )
 
 
-def write_model(folder: Path, family: str = "qwen2_5_vl", sizes: dict[str, Any] = QWEN2_5_VL_3B) -> Path:
+def write_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
     """A checkpoint of a published model's shape with random bf16 weights, made on the GPU.
 
     Where ``MODELS`` names a folder it is made there once and found again by later commands.
@@ -173,6 +192,6 @@ def write_model(folder: Path, family: str = "qwen2_5_vl", sizes: dict[str, Any] 
             return folder
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        path = make_tiny(family, folder, **sizes)
+        path = make_tiny(family, folder, **SHAPES[family])
     torch.set_default_dtype(torch.float32)
     return path
