@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.learner.packing import pack
-from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
+from sensorium.learner.token_runs import TokenRun, arrange
+from sensorium.learner.tree_attention import TreeAttention
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import BatchSection

@@ -20,7 +20,8 @@ from sensorium.learner.forward import rows_taken
 from sensorium.learner.packing import MicroBatch
 from sensorium.learner.sequence_parallel import SharedAttention, share_tokens, slot_share
 from sensorium.learner.sharding import divide_media
-from sensorium.learner.tree_attention import TokenRun, TreeAttention, arrange
+from sensorium.learner.token_runs import TokenRun, arrange
+from sensorium.learner.tree_attention import TreeAttention
 from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.segment_layout import Features, Slot
 from sensorium.models.tower import VisionTower

@@ -12,19 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sensorium.learner import tree_attention
-from sensorium.learner.tree_attention import (
-    BLOCK,
-    BOUND,
-    LONG,
-    LONGEST,
-    LevelAttention,
-    Part,
-    TokenRun,
-    TorchFlash,
-    arrange_levels,
-    trial,
-    usable,
-)
+from sensorium.learner.token_runs import TokenRun, arrange_levels
+from sensorium.learner.tree_attention import BLOCK, BOUND, LONG, LONGEST, LevelAttention, Part, TorchFlash, trial, usable
 
 from .test_packing import forests
 

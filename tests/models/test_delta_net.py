@@ -13,7 +13,7 @@ from sensorium.models.attention import MaskedAttention
 from sensorium.models.delta_net import DeltaNet, DeltaState, DeltaTokens, advance, is_delta
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.errors import ModelError
-from tests.float64 import InFloat64
+from tests.float64 import in_float64
 
 from .stock_pair import Pair, close
 
@@ -86,7 +86,7 @@ def test_parts_are_the_stock_model_to_the_rounding_of_float64(pairs: Callable[..
     close(logits_of(policy, ids_BT), stock(input_ids=ids_BT, position_ids=positions_3BT, use_cache=False).logits, 1e-5)
     policy.model.double()
     policy.model.set_experts_implementation("eager")  # the grouped products are not made for float64
-    with InFloat64():
+    with in_float64():
         wide = policy.model(input_ids=ids_BT, position_ids=positions_3BT, use_cache=False).logits
         assert wide.dtype == torch.float64
         close(logits_of(policy, ids_BT), wide, 1e-9)
@@ -146,8 +146,8 @@ def test_the_trial_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert delta_rule.trial(*cpu) == 0
     right = delta_rule.torch_chunks
 
-    def detached(*given: Any, **more: Any) -> Any:
-        out, state = right(*given, **more)
+    def detached(*given: Any) -> Any:
+        out, state = right(*given)
         return out, state.detach() + 0 * out.sum()
 
     monkeypatch.setattr(delta_rule, "fla_chunks", detached)

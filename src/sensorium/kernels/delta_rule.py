@@ -58,8 +58,8 @@ def torch_chunks(
         return _run("torch_chunk_gated_delta_rule", *given, state_BGKV)
     lengths = ends_R1.diff().tolist()
     runs = zip(*(x.split(lengths, dim=1) for x in given), strict=True)
-    states = [None] * len(lengths) if state_BGKV is None else list(state_BGKV.split(1))
-    found = [torch_chunks(*run, state) for run, state in zip(runs, states, strict=True)]
+    states = [None] * len(lengths) if state_BGKV is None else state_BGKV.split(1)
+    found = [_run("torch_chunk_gated_delta_rule", *run, state) for run, state in zip(runs, states, strict=True)]
     return torch.cat([out for out, _ in found], dim=1), torch.cat([state for _, state in found])
 
 
@@ -241,13 +241,15 @@ def trial(device: torch.device, dtype: torch.dtype, heads: int, value_heads: int
         for form, kind in ((fla_chunks, dtype), (torch_chunks, torch.float32)):
             given = [*(x.to(device, kind) for x in tokens), *(x.to(device) for x in (*gates, states))]
             given = [x.requires_grad_() for x in given]
-            out, after = form(*given, ends_R1=ends)
-            found = torch.autograd.grad([out.float(), after], given, upstream)
-            results.append([x.detach().float() for x in (out, after, *found)])
+            query, key, value, decay, beta, state = given
+            out, after = form(query, key, value, decay, beta, state, ends)
+            gradients = torch.autograd.grad([out.float(), after], given, upstream)
+            results.append([x.detach().float() for x in (out, after, *gradients)])
     with torch.no_grad():
-        for results_of, form, kind in zip(results, (fla_step, torch_step), (dtype, torch.float32), strict=True):
-            first = [*(x[:, :1].to(device, kind) for x in tokens), *(x[:, :1].to(device) for x in gates)]
-            results_of += [x.float() for x in form(*first, states[:1].to(device))]
+        for found, step, kind in zip(results, (fla_step, torch_step), (dtype, torch.float32), strict=True):
+            query, key, value = (x[:, :1].to(device, kind) for x in tokens)
+            decay, beta = (x[:, :1].to(device) for x in gates)
+            found += [x.float() for x in step(query, key, value, decay, beta, states[:1].to(device))]
     pairs = list(zip(*results, strict=True))
-    errors = [float((found - right).abs().max() / right.abs().max()) for found, right in pairs]
-    return max(errors) if all(bool(found.isfinite().all()) for found, _ in pairs) else float("inf")
+    errors = [float((fast - right).abs().max() / right.abs().max()) for fast, right in pairs]
+    return max(errors) if all(bool(fast.isfinite().all()) for fast, _ in pairs) else float("inf")

@@ -14,7 +14,8 @@ from torch import Tensor
 from sensorium.kernels.matched_ops import MatchedOps
 from sensorium.learner.credited_episode import CreditedEpisode, Groups, LayOut, Positions
 from sensorium.learner.sequence_parallel import SharedAttention, SlotShare, TokenGroup, share_tokens, slot_share
-from sensorium.learner.tree_attention import LevelAttention, MatchedTree, TokenRun, TreeAttention, arrange, arrange_levels
+from sensorium.learner.token_runs import TokenRun, arrange, arrange_levels
+from sensorium.learner.tree_attention import LevelAttention, MatchedTree, TreeAttention
 from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Segment

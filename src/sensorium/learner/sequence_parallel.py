@@ -8,17 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sensorium.learner.tree_attention import (
-    Flash,
-    Part,
-    TokenRun,
-    TreeAttention,
-    arrange,
-    merge,
-    nearest_above,
-    segment_ends,
-    usable,
-)
+from sensorium.learner.token_runs import TokenRun, arrange, nearest_above
+from sensorium.learner.tree_attention import Flash, Part, TreeAttention, merge, segment_ends, usable
 from sensorium.models.attention import finer, one_row
 from sensorium.models.segment_layout import Features, Placement, Runs, Slot
 from sensorium.vocabulary.content import Media

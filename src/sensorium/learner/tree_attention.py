@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from itertools import groupby
-from math import log2
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,55 +20,10 @@ from torch.nn.functional import pad
 
 from sensorium.kernels.fallbacks import fall_back, trying
 from sensorium.kernels.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile, with_gradient_of
+from sensorium.learner.token_runs import Levels, TokenRun, arrange, arrange_levels, nearest_above, take
+from sensorium.learner.tree_states import TreeStates
 from sensorium.models.attention import finer, masked_attention, one_row
-
-# A rectangle may hold this share of padding, and this many padded cells whatever the share: a call costs something too.
-PADDING_SHARE = 0.25
-FREE_CELLS = 8192
-
-
-@dataclass(eq=False)
-class TokenRun:
-    """Unbranched tokens of a tree, below the run they branch off from. ``start`` is their place in the flat row."""
-
-    length: int
-    above: "TokenRun | None"
-    prefix: int = 0
-    start: int = 0
-
-    def ancestors(self) -> np.ndarray:
-        """Places of all tokens above, root first."""
-        if self.above is None:
-            return np.zeros(0, dtype=np.int64)
-        own = np.arange(self.above.start, self.above.start + self.above.length)
-        return np.concatenate([self.above.ancestors(), own])
-
-
-def nearest_above(run: TokenRun) -> TokenRun | None:
-    """The nearest run above that has tokens."""
-    above = run.above
-    while above is not None and not above.length:
-        above = above.above
-    return above
-
-
-def arrange(runs: Sequence[TokenRun]) -> list[list[TokenRun]]:
-    """Batch runs of like shape, so that little of a rectangle is padding, and give each its place in the flat row."""
-    batches: list[list[TokenRun]] = []
-    needed = rows = width = above = start = 0
-    for run in runs:
-        run.prefix = 0 if run.above is None else run.above.prefix + run.above.length
-    filled = [run for run in runs if run.length]
-    for run in sorted(filled, key=lambda run: (round(4 * log2(1 + run.prefix)), run.length, run.prefix)):
-        run.start, start = start, start + run.length
-        cells = run.length * (run.prefix + run.length)
-        needed, rows, width, above = needed + cells, rows + 1, max(width, run.length), max(above, run.prefix)
-        if batches and rows * width * (above + width) <= needed * (1 + PADDING_SHARE) + FREE_CELLS:
-            batches[-1].append(run)
-        else:
-            batches.append([run])
-            needed, rows, width, above = cells, 1, run.length, run.prefix
-    return batches
+from sensorium.models.delta_net import DeltaTokens
 
 
 class TreeAttention:
@@ -78,11 +32,19 @@ class TreeAttention:
     def __init__(self, batches: Sequence[Sequence[TokenRun]], device: torch.device) -> None:
         self._rectangles = [_rectangle(runs, device) for runs in batches]
         self._sizes = [sum(run.length for run in runs) for runs in batches]
+        self._batches, self._device = batches, device
+        self._states: TreeStates | None = None
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         """Attend; [1, T, H, D]."""
         query_THD, key_TKD, value_TKD = (one_row(x) for x in (query_BHTD, key_BKTD, value_BKTD))
         return self.attend(query_THD, key_TKD, value_TKD, key_TKD, value_TKD, scaling)[None]
+
+    def delta(self, net: Any, tokens: DeltaTokens) -> Tensor:
+        """The gated delta nets of models that have some; [1, T, G, V]."""
+        if self._states is None:
+            self._states = TreeStates([run for runs in self._batches for run in runs], self._device)
+        return self._states(net, tokens)
 
     def attend(
         self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, scaling: float
@@ -115,9 +77,9 @@ class _Rectangle:
 
     def lay(self, own_NHD: Tensor, all_THD: Tensor | None = None) -> Tensor:
         """[R, H, Q, D] of the runs' own tokens, or [R, H, P + Q, D] with their ancestors' before them."""
-        own_RQHD = own_NHD.unflatten(0, (self.rows, -1)) if self.own_RQ is None else _take(own_NHD, self.own_RQ)
+        own_RQHD = own_NHD.unflatten(0, (self.rows, -1)) if self.own_RQ is None else take(own_NHD, self.own_RQ)
         if all_THD is not None and self.above_RP is not None:
-            own_RQHD = torch.cat([_take(all_THD, self.above_RP), own_RQHD], dim=1)
+            own_RQHD = torch.cat([take(all_THD, self.above_RP), own_RQHD], dim=1)
         return own_RQHD.transpose(1, 2)
 
     def flatten(self, out_RQHD: Tensor) -> Tensor:
@@ -159,30 +121,6 @@ def _mask(prefixes_R: np.ndarray, above: int, width: int) -> np.ndarray:
     mask_RQS[..., :above] = np.arange(above) < prefixes_R[:, None, None, None]
     mask_RQS[..., above:] = steps_Q <= steps_Q[:, None]
     return mask_RQS
-
-
-class _Gather(torch.autograd.Function):
-    """Rows by index, whose gradient is summed in float32: a prefix's gradient is a sum over all that share it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_THD: Tensor, index_N: Tensor) -> Tensor:
-        ctx.save_for_backward(index_N)
-        ctx.length = len(rows_THD)
-        return rows_THD.index_select(0, index_N)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (index_N,) = ctx.saved_tensors
-        gradient_NHD = gradients[0]
-        sums_THD = gradient_NHD.new_zeros((ctx.length, *gradient_NHD.shape[1:]), dtype=torch.float32)
-        return sums_THD.index_add_(0, index_N, gradient_NHD.float()).to(gradient_NHD.dtype), None
-
-
-def _take(rows_THD: Tensor, index_RS: Tensor) -> Tensor:
-    """[R, S, H, D] of flat rows."""
-    flat_N = index_RS.reshape(-1)
-    taken = rows_THD.index_select(0, flat_N) if rows_THD.dtype == torch.float32 else _Gather.apply(rows_THD, flat_N)
-    return taken.unflatten(0, index_RS.shape)
 
 
 # cuDNN makes a plan for every pair of sizes, which takes 38 ms forward and 45 backward on an H200: it is for sizes that
@@ -256,7 +194,6 @@ TRIAL_SEED = 0
 # have. A rest of 504 queries would take flash attention as long as cuDNN takes for 1,536. Gradients of a run over itself
 # are a block of their own where it has as many tokens as LONG blocks.
 BLOCK, LONGEST, OFTEN, LONG = 512, 4, 144, 2
-Levels = list[list[TokenRun]]
 
 
 class Flash(Protocol):
@@ -282,33 +219,6 @@ class Part:
     """Of one long segment: with how many queries cuDNN may compute it, those at the end zeros."""
 
 
-def arrange_levels(runs: Sequence[TokenRun]) -> Levels:
-    """Runs by how many stand above them, children of one run together; gives each its place in the flat row."""
-    filled = [run for run in runs if run.length]
-    heights: dict[TokenRun, int] = dict.fromkeys(filled, 0)
-    parents = {run: nearest_above(run) for run in filled}
-    for run in filled:
-        height, above = 0, parents[run]
-        while above is not None:
-            height += 1
-            heights[above] = max(heights[above], height)
-            above = parents[above]
-    # The lowest trees first: those that nothing hangs below are then no gap between the keys of a level.
-    level = sorted((run for run in filled if parents[run] is None), key=heights.__getitem__)
-    children: dict[TokenRun | None, list[TokenRun]] = {}
-    for run in filled:
-        children.setdefault(parents[run], []).append(run)
-    levels, start = [], 0
-    while level:
-        levels.append(level)
-        for run in level:
-            run.start, start = start, start + run.length
-        level = [child for run in level for child in sorted(children.get(run, ()), key=heights.__getitem__)]
-    for run in runs:
-        run.prefix = 0 if run.above is None else run.above.prefix + run.above.length
-    return levels
-
-
 class LevelAttention:
     """Attention of one flat row [1, T] that holds trees level by level.
 
@@ -322,6 +232,7 @@ class LevelAttention:
         pairs = [(up, below) for below in range(1, len(levels)) for up in range(below)]
         self.above = [part for pair in pairs for part in _above(levels, *pair, device, block)]
         self._rectangles: tuple[TreeAttention, Tensor, Tensor] | None = None
+        self._states: TreeStates | None = None
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         """Attend; [1, T, H, D]."""
@@ -333,6 +244,12 @@ class LevelAttention:
         flat = (one_row(x).contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
         out_THD: Tensor = _LevelFlash.apply(*flat, self, flash, scaling)
         return out_THD[None]
+
+    def delta(self, net: Any, tokens: DeltaTokens) -> Tensor:
+        """The gated delta nets of models that have some; [1, T, G, V]."""
+        if self._states is None:
+            self._states = TreeStates([run for level in self._levels for run in level], self._device)
+        return self._states(net, tokens)
 
     def rectangles(self, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         """The same by the attention over rectangles, whose row stands in another order."""

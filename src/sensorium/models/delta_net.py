@@ -58,7 +58,7 @@ class DeltaNet(nn.Module):
     def forward(self, hidden_states: Tensor, *given: Any, sensorium_attention: Any = None, **rest: Any) -> Tensor:
         """The stock forward, or the one over the caller's states."""
         if sensorium_attention is None:
-            out: Tensor = super().forward(hidden_states, *given, **rest)  # type: ignore[misc]
+            out: Tensor = super().forward(hidden_states, *given, **rest)
             return out
         if not isinstance(sensorium_attention, DeltaAttention):
             raise ModelError(
@@ -78,7 +78,7 @@ class DeltaNet(nn.Module):
 
 
 @lru_cache(maxsize=16)
-def _own_class(stock: type) -> type:
+def _own_class(stock: Any) -> Any:
     return type(f"Stateless{stock.__name__}", (DeltaNet, stock), {})
 
 

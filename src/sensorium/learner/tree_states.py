@@ -1,0 +1,199 @@
+"""Gated delta nets over trees laid out flat: every run of tokens starts from the state at the end of the run above it.
+
+Worked example. A prompt P with responses A and B, and C, which goes on from A, in one row ``P A B C``::
+
+    level 0: P from nothing        → state of P, kept with its graph
+    level 1: A and B from P's      → state of A (nothing follows B)
+    level 2: C from A's
+
+So a prompt is computed once, and the gradient of its state, summed over its responses, flows back into it once. The
+convolution reads a few columns before each token. Those of a run's first tokens belong to the runs above it, which are
+in the same row: they are gathered, and all others come from one convolution over the row.
+
+Axes: T tokens of the row, C channels, W columns that the convolution reads before a token, N tokens of a level, R runs,
+Q tokens of the longest of some runs, G value heads, K and V sizes of a state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sensorium.kernels.delta_rule import fla_chunks, torch_chunks, usable
+from sensorium.learner.token_runs import TokenRun, nearest_above, take
+from sensorium.models.delta_net import DeltaTokens, convolved, heads_of, window_size
+
+CHUNK = 64  # of the torch form, which pads to a multiple of it: runs of as many chunks are padded to each other for free
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The first tokens of runs: their places, and the W + 1 columns that the convolution reads for each."""
+
+    places_M: Tensor
+    columns_MW: Tensor
+    known_MW1: Tensor  # 0 where there is nothing: the first run of a tree has no column before it
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Runs of a level as rows padded to Q tokens. Indices are among the level's N tokens and R runs."""
+
+    runs_R: Tensor
+    tokens_RQ: Tensor
+    real_RQ1: Tensor | None  # None: nothing is padded
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Runs of one depth. ``parents_R``: the state that each starts from, among those that the level above keeps.
+
+    ``places_N``: their tokens in the row. ``kept``: the runs that others start from. ``ends_R1``: where runs begin and end.
+    """
+
+    places_N: Tensor
+    ends_R1: Tensor
+    parents_R: Tensor | None
+    kept: Tensor
+    batches: tuple[_Batch, ...]
+    order_R: Tensor  # the level's runs among those of its batches
+    order_N: Tensor  # the level's tokens among those of its batches, padding included
+
+
+class TreeStates:
+    """The delta nets of one flat row [1, T] that holds trees. The runs have their places in the row."""
+
+    def __init__(self, runs: Sequence[TokenRun], device: torch.device) -> None:
+        self._runs = [run for run in runs if run.length]
+        self._device = device
+        self._windows: dict[int, _Window] = {}
+        by_depth: dict[int, list[TokenRun]] = {}
+        depths: dict[TokenRun, int] = {}
+        for run in self._runs:
+            by_depth.setdefault(_depth(run, depths), []).append(run)
+        below = {nearest_above(run) for run in self._runs}
+        self._levels: list[_Level] = []
+        kept: list[TokenRun] = []
+        for _, level in sorted(by_depth.items()):
+            self._levels.append(_level(level, kept, below, device))
+            kept = [run for run in level if run in below]
+        places_T = torch.cat([level.places_N for level in self._levels])
+        # Level by level, as the row itself may be: then nothing is moved.
+        moved = not torch.equal(places_T, torch.arange(len(places_T), device=device))
+        self._back_T = torch.argsort(places_T) if moved else None
+
+    def __call__(self, net: Any, tokens: DeltaTokens) -> Tensor:
+        """[1, T, G, V]."""
+        query, key, value = (x[0] for x in heads_of(net, self._convolved(net, tokens.mixed_BTC)))
+        flat = (query, key, value, tokens.decay_BTG[0], tokens.beta_BTG[0])
+        fast = usable(value.device, query.dtype, query.shape[1], *value.shape[1:], query.shape[2])
+        states_RGKV: Tensor | None = None
+        outs = []
+        for level in self._levels:
+            before = None
+            if level.parents_R is not None:
+                assert states_RGKV is not None, "a run below another starts from its state"
+                before = states_RGKV.index_select(0, level.parents_R)
+            own = [x.index_select(0, level.places_N) for x in flat]
+            out_NGV, states_RGKV = (_in_one_call if fast else _in_batches)(level, own, before)
+            states_RGKV = states_RGKV.index_select(0, level.kept)
+            outs.append(out_NGV)
+        out_TGV = torch.cat(outs)
+        return (out_TGV if self._back_T is None else out_TGV.index_select(0, self._back_T))[None]
+
+    def _convolved(self, net: Any, mixed_1TC: Tensor) -> Tensor:
+        """[1, T, C]: a convolution over the row, and the first tokens of each run by their own columns."""
+        width = window_size(net)
+        if width not in self._windows:
+            self._windows[width] = _window(self._runs, width, self._device)
+        window = self._windows[width]
+        row = torch.cat([mixed_1TC.new_zeros(1, width, mixed_1TC.shape[2]), mixed_1TC], dim=1)
+        columns_MWC = take(mixed_1TC[0], window.columns_MW) * window.known_MW1.to(mixed_1TC.dtype)
+        first_MC = convolved(net, columns_MWC)[:, 0]
+        return convolved(net, row)[0].index_copy(0, window.places_M, first_MC)[None]
+
+
+def _in_one_call(level: _Level, tokens: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Runs end to end, by the kernels."""
+    query, key, value, decay, beta = (x[None] for x in tokens)
+    out, after = fla_chunks(query, key, value, decay, beta, before, level.ends_R1)
+    return out[0], after
+
+
+def _in_batches(level: _Level, tokens: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Runs of like length as the rows of a batch, by the reference; padding is inert."""
+    outs, states = [], []
+    for batch in level.batches:
+        query, key, value, decay, beta = (take(x, batch.tokens_RQ) for x in tokens)
+        if batch.real_RQ1 is not None:
+            decay, beta = decay * batch.real_RQ1, beta * batch.real_RQ1
+        start = None if before is None else before.index_select(0, batch.runs_R)
+        out_RQGV, state = torch_chunks(query, key, value, decay, beta, start)
+        outs.append(out_RQGV.flatten(0, 1))
+        states.append(state)
+    return torch.cat(outs).index_select(0, level.order_N), torch.cat(states).index_select(0, level.order_R)
+
+
+def _depth(run: TokenRun, known: dict[TokenRun, int]) -> int:
+    path = []
+    above: TokenRun | None = run
+    while above is not None and above not in known:
+        path.append(above)
+        above = nearest_above(above)
+    depth = -1 if above is None else known[above]
+    for i, each in enumerate(reversed(path), start=1):
+        known[each] = depth + i
+    return known[run]
+
+
+def _level(runs: list[TokenRun], above: list[TokenRun], below: set[TokenRun | None], device: torch.device) -> _Level:
+    places_N = np.concatenate([np.arange(run.start, run.start + run.length) for run in runs])
+    ends = np.cumsum([0, *(run.length for run in runs)])
+    number = {run: i for i, run in enumerate(above)}
+    parents = [number[parent] for run in runs if (parent := nearest_above(run)) is not None]
+    kept = [i for i, run in enumerate(runs) if run in below]
+
+    def chunks(i: int) -> int:
+        return -(-runs[i].length // CHUNK)
+
+    batches, order_N, done = [], np.empty(len(places_N), dtype=np.int64), 0
+    for _, several in groupby(sorted(range(len(runs)), key=chunks), key=chunks):
+        rows = np.array(list(several))
+        lengths_R = ends[rows + 1] - ends[rows]
+        steps_Q = np.arange(lengths_R.max())
+        real_RQ = steps_Q < lengths_R[:, None]
+        tokens_RQ = ends[rows][:, None] + np.minimum(steps_Q, lengths_R[:, None] - 1)
+        order_N[tokens_RQ[real_RQ]] = done + np.flatnonzero(real_RQ)
+        done += real_RQ.size
+        padded = None if real_RQ.all() else torch.from_numpy(real_RQ)[..., None].to(device)
+        batches.append(_Batch(torch.from_numpy(rows).to(device), torch.from_numpy(tokens_RQ).to(device), padded))
+    return _Level(
+        places_N=torch.from_numpy(places_N).to(device),
+        ends_R1=torch.from_numpy(ends).to(device),
+        parents_R=torch.tensor(parents, device=device) if above else None,
+        kept=torch.tensor(kept, dtype=torch.long, device=device),
+        batches=tuple(batches),
+        order_R=torch.cat([batch.runs_R for batch in batches]).argsort(),
+        order_N=torch.from_numpy(order_N).to(device),
+    )
+
+
+def _window(runs: Sequence[TokenRun], width: int, device: torch.device) -> _Window:
+    places, columns = [], []
+    for run in runs:
+        before: list[int] = []  # the last columns above, nearest first
+        above = nearest_above(run)
+        while above is not None and len(before) < width:
+            before += range(above.start + above.length - 1, max(above.start, above.start + above.length - width) - 1, -1)
+            above = nearest_above(above)
+        own = range(run.start, run.start + min(run.length, width))
+        path = [*([-1] * width), *reversed(before[:width]), *own]
+        for i, place in enumerate(own, start=len(path) - len(own)):
+            places.append(place)
+            columns.append(path[i - width : i + 1])
+    columns_MW = torch.tensor(columns, device=device)
+    return _Window(torch.tensor(places, device=device), columns_MW.clamp(min=0), (columns_MW >= 0)[..., None])
