@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sensorium.data.media_store import MediaStore
-from sensorium.evaluation.held_out import evaluate_into
+from sensorium.evaluation.evaluate import evaluate_into
 from sensorium.recipe.load import load_recipe
 from sensorium.report.console import ConsoleWatcher
 from sensorium.runs.checkpoint_layout import checkpoint_of_run

@@ -119,7 +119,7 @@ def test_a_bad_row_is_refused_or_skipped_and_counted(
     assert main(command) == 2
     assert "row 1" in capsys.readouterr().err
     assert main([*command, "tasks.on_bad_row=skip"]) == 0
-    assert "1 rows were skipped" in capsys.readouterr().out
+    assert "1 bad row skipped" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["skipped"] == 1
 
 

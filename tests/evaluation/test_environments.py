@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from sensorium.evaluation.comparison import compare_folders
+from sensorium.evaluation.evaluate import evaluate_into
 from sensorium.evaluation.folder import EvaluationFolder
-from sensorium.evaluation.held_out import evaluate_into
 from sensorium.runs.episodes import task_from_json
 from sensorium.vocabulary import Media
 from tests.recipes import parsed, quick

@@ -10,7 +10,7 @@ from transformers import AutoProcessor
 
 from sensorium.cli.validation import Finding, model_free_session, validate
 from sensorium.data.made_media import encode_clip
-from sensorium.evaluation.held_out import evaluate_into
+from sensorium.evaluation.evaluate import evaluate_into
 from sensorium.models.tiny import make_tiny, take_published_sizes
 from sensorium.recipe.checks import problems
 from sensorium.recipe.family_facts import FAMILIES

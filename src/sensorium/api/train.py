@@ -168,7 +168,7 @@ def evaluate(
     Greedy by default, else at ``evaluation.temperature``. An evaluation that was interrupted continues when it is called
     again; ``fresh`` removes it. ``show``: print progress.
     """
-    from sensorium.evaluation.held_out import Progress, evaluate_into
+    from sensorium.evaluation.evaluate import Progress, evaluate_into
 
     is_run = isinstance(recipe, str | Path) and (Path(recipe) / "recipe.yaml").is_file()
     run = recipe if isinstance(recipe, Run) else Run(recipe) if is_run else None

@@ -56,8 +56,8 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         show_dry_run(recipe, console, train=False, model=model, named=arguments.recipe)
         return 0
+    from sensorium.evaluation.evaluate import evaluate_into
     from sensorium.evaluation.folder import costs_line
-    from sensorium.evaluation.held_out import evaluate_into
 
     folder = arguments.out or default_folder(recipe, model)
     say(f"evaluating {model} into {folder}", console)

@@ -21,6 +21,7 @@ from sensorium.runs.checkpoint_layout import checkpoint_of_run
 from sensorium.runs.durable import flush, read_json, read_rows, to_line, write_all, write_whole, writing
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, RecordError
+from sensorium.vocabulary.plain import differences
 
 
 def evaluated_model(given: str | None, recipe: Recipe, source: Path | None) -> str:
@@ -113,9 +114,12 @@ class EvaluationFolder:
             if self.samples.exists():
                 raise CheckpointError(f"'{self.samples}' is there, but {self.claim.name} is missing. {WAY_OUT}")
             return
-        found = [
-            text for key, part in claim.items() if key not in MAY_DIFFER for text in _differ(known.get(key), part, key)
-        ]
+        parts = [key for key in claim if key not in MAY_DIFFER]
+        found = []
+        for key, *values in differences({key: known.get(key) for key in parts}, {key: claim[key] for key in parts}):
+            texts = (json.dumps(value, ensure_ascii=False) for value in values)
+            there, here = (text if len(text) <= 60 else f"{text[:57]}…" for text in texts)
+            found.append(f"{key} is {there} there and {here} here")
         if found:
             more = f", and {len(found) - 3} more" if len(found) > 3 else ""
             raise CheckpointError(f"'{self.path}' holds another evaluation: {'; '.join(found[:3])}{more}. {WAY_OUT}")
@@ -239,13 +243,3 @@ def _key(line: bytes) -> Key | None:
         return row["task"], row["position"], row["sample"]
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _differ(there: Any, here: Any, name: str) -> Iterator[str]:
-    if isinstance(there, Mapping) and isinstance(here, Mapping):
-        for key in dict.fromkeys([*there, *here]):
-            yield from _differ(there.get(key), here.get(key), f"{name}.{key}")
-    elif there != here:
-        texts = (json.dumps(value, ensure_ascii=False) for value in (there, here))
-        old, new = (text if len(text) <= 60 else f"{text[:57]}…" for text in texts)
-        yield f"{name} is {old} there and {new} here"

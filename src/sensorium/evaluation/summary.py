@@ -155,21 +155,14 @@ def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
 
 def sample_from(row: Row) -> Sample:
     """The sample of a line."""
+    same = ("task", "position", "category", "correct", "reward", "weights", "answer", "length", "turns")
     return Sample(
-        task=row["task"],
-        position=row["position"],
+        **{name: row[name] for name in same},
         index=row["sample"],
-        category=row["category"],
         status=Status(row["status"]),
-        correct=row["correct"],
-        reward=row["reward"],
         terms={key.removeprefix(TERM): value for key, value in row.items() if key.startswith(TERM)},
-        weights=row["weights"],
-        answer=row["answer"],
         extracted=row.get("extracted"),
         votes="extracted" in row,
-        length=row["length"],
-        turns=row["turns"],
         question=_question(row["messages"]),
     )
 

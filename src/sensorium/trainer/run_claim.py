@@ -5,7 +5,7 @@ evaluated and saved, what is logged, on which device and by which engine (with a
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from sensorium.recipe.estimators_and_losses import estimator_traits
@@ -16,7 +16,7 @@ from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken
 from sensorium.runs.durable import read_rows, write_whole
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
-from sensorium.vocabulary.plain import counted
+from sensorium.vocabulary.plain import counted, differences
 
 MAY_CHANGE = (
     "run_dir", "steps", "epochs", "threads", "model.device", "media", "judges", "evaluation.every",
@@ -119,17 +119,9 @@ def no_checkpoint(directory: RunDirectory) -> CheckpointError:
 def _forbidden(recipe: Recipe, directory: RunDirectory) -> Iterator[tuple[str, Any, Any]]:
     """Keys that differ from those of the run and may not, with their values then and now."""
     then = load_recipe(directory.recipe).model_dump(mode="json")
-    for key, before, now in _differences(then, recipe.model_dump(mode="json"), ""):
+    for key, before, now in differences(then, recipe.model_dump(mode="json")):
         if not any(key == known or key.startswith(f"{known}.") for known in MAY_CHANGE):
             yield key, before, now
-
-
-def _differences(then: Any, now: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for key in dict.fromkeys([*then, *now]):
-            yield from _differences(then.get(key), now.get(key), f"{place}.{key}".lstrip("."))
-    elif then != now:
-        yield place, then, now
 
 
 def _change_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:

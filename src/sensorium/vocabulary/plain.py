@@ -6,7 +6,7 @@ value costs one episode and never the run.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from math import isfinite, prod
@@ -34,6 +34,15 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseExc
 def counted(count: float, one: str, many: str = "") -> str:
     """A count with its noun: ``1 row``, ``2 rows``, ``1 skip of a bad row``."""
     return f"{count:,.0f} {one if round(count) == 1 else many or one + 's'}"
+
+
+def differences(then: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two nested mappings differ: dotted key, the value then and the value now."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*then, *now]):
+            yield from differences(then.get(key), now.get(key), f"{place}.{key}".lstrip("."))
+    elif then != now:
+        yield place, then, now
 
 
 def number_of(value: Any) -> float:
