@@ -1,12 +1,14 @@
 """CapRL's environment variables change the recipes caprl_image and caprl_video as its scripts would, or are named."""
 
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sensorium.cli.main import main
-from sensorium.cli.train import _from_environment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.systems.caprl.settings import WITHOUT_EFFECT, caprl_settings
@@ -66,6 +68,14 @@ def needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("rows.jsonl").write_text("{}\n" * 100)
     for name in ("CAPTION_MODEL", "DATASET", "SAVE_DIR"):
         monkeypatch.setenv(name, DOCUMENTED[name][0])
+
+
+def _from_environment(recipe: str, overrides: Sequence[str] = ()) -> list[str]:
+    """The overrides that the environment's variables make, as ``train --caprl-env`` takes them; notices go to stderr."""
+    found = caprl_settings(os.environ, recipe, load_recipe(recipe), overrides)
+    for notice in found.notices():
+        print(notice, file=sys.stderr)
+    return [override for taken in found.overrides.values() for override in taken]
 
 
 def facts(recipe: Recipe) -> dict[str, Any]:
