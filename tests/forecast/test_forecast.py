@@ -1,13 +1,15 @@
 """Plans of recipes: memory of ranks as FSDP2 spreads it, refusals with ways out that hold, and what is said of figures."""
 
 import re
+import types
 
 import pytest
 
 from sensorium.forecast.costs import costs_of
 from sensorium.forecast.forecast import Asked, forecast
 from sensorium.forecast.machine import assumed, kind_named, kinds, planned_shape, published_configs
-from sensorium.forecast.memory import fitting_memory, rank_memory, stock_layer_bytes
+from sensorium.forecast.memory import fitting_memory, rank_memory
+from sensorium.recipe.activations import hybrid_layer_bytes, stock_layer_bytes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import estimate_memory
 from sensorium.recipe.schema import Recipe
@@ -68,6 +70,67 @@ def test_a_stock_layer_keeps_what_autograd_saves_of_it(heads: int, kv_heads: int
     kept = sum(one.untyped_storage().nbytes() for place, one in saved.items() if place not in apart) / tokens
     shape = shape_by_config(config.to_dict() | {"model_type": "qwen3", "tie_word_embeddings": True})
     assert kept <= stock_layer_bytes(shape) <= 1.1 * kept
+
+
+@pytest.mark.parametrize("layer_type", ["linear_attention", "full_attention"])
+def test_a_layer_of_a_hybrid_keeps_what_autograd_saves_of_it(layer_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels in the place of flash-linear-attention and flash attention that save what those save."""
+    import torch
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
+
+    from sensorium.learner import tree_states
+    from sensorium.learner.token_runs import TokenRun, arrange_levels
+    from sensorium.learner.tree_attention import LevelAttention
+    from sensorium.models.delta_net import hand_over_states
+
+    class Rule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value, decay, beta, state):  # type: ignore[no-untyped-def]
+            inverses = query.new_zeros(1, query.shape[1], value.shape[2], 64)
+            ctx.save_for_backward(query.clone(), key.clone(), value, decay.clone(), beta, inverses)
+            runs = 1 if state is None else len(state)
+            return value.clone(), torch.zeros(runs, value.shape[2], query.shape[3], value.shape[3])
+
+    class Flash(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value):  # type: ignore[no-untyped-def]
+            out = query.transpose(1, 2).clone()
+            ctx.save_for_backward(query.clone(), key.clone(), value, out)
+            return out
+
+    class Kernels(LevelAttention):
+        def __call__(self, layer, query, key, value, scaling):  # type: ignore[no-untyped-def]
+            return Flash.apply(query, key, value)
+
+    monkeypatch.setattr(tree_states, "usable", lambda *given: True)
+    monkeypatch.setattr(tree_states, "fla_chunks", lambda *given: Rule.apply(*given[:6]))
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3_5TextConfig(**sizes, num_hidden_layers=1, layer_types=[layer_type], linear_num_key_heads=1, head_dim=64,
+                               linear_num_value_heads=2, vocab_size=32)  # fmt: skip
+    config._attn_implementation = "sensorium"
+    layer = Qwen3_5DecoderLayer(config, 0).to(torch.bfloat16)
+    hand_over_states(types.SimpleNamespace(layers=[layer]))
+    prompt = TokenRun(400, None)
+    attention = Kernels(arrange_levels([prompt, TokenRun(200, prompt), TokenRun(200, prompt)]), torch.device("cpu"))
+    stream = torch.randn(1, 800, 96).to(torch.bfloat16).requires_grad_()
+    rotation = Qwen3_5TextRotaryEmbedding(config)(stream, torch.arange(800).expand(3, 1, -1))
+    apart = {tensor.untyped_storage().data_ptr() for tensor in [*layer.parameters(), *rotation]}
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        return saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        layer(stream, position_embeddings=rotation, sensorium_attention=attention)
+    kept = sum(one.untyped_storage().nbytes() for place, one in saved.items() if place not in apart) / 800
+    text = config.to_dict() | {"layer_types": ["linear_attention"]}  # so that there is one, whose size is known
+    shape = shape_by_config({"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True, "vision_config": {
+        "hidden_size": 8, "intermediate_size": 8, "depth": 0, "patch_size": 16, "num_position_embeddings": 1,
+        "out_hidden_size": 96,
+    }})  # fmt: skip
+    found = hybrid_layer_bytes(shape)[layer_type == "full_attention"]
+    assert 0.97 * kept <= found <= 1.1 * kept
 
 
 def test_a_single_gpu_holds_what_the_dry_run_says() -> None:

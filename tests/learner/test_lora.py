@@ -23,7 +23,7 @@ def adapted(folder: Path, dtype: str = "float32", store: MediaStore | None = Non
     return load_policy(str(folder), store=store or MediaStore(), dtype=dtype, device="cpu", lora=LORA, seed=1)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_only_adapters_move_each_at_the_rate_of_its_group(family: str, checkpoints: dict[str, Path]) -> None:
     policy = adapted(checkpoints[family])
     section = OptimizerSection(lr=1e-3, group_lr={"vision": 1e-5}, clip_norm=1e9)

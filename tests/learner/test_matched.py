@@ -107,6 +107,8 @@ def test_gradients_are_those_of_the_fast_learner(checkpoints: dict[str, Path]) -
 def test_layers_that_compute_tokens_together_are_refused(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match=r"model.precision is 'matched', which this model has no layers for: .*Moe"):
         matched(checkpoints["qwen3_vl_moe"])
+    with pytest.raises(ModelError, match=r"model.precision is 'matched', which this model has no layers for: .*delta"):
+        matched(checkpoints["qwen3_5"])
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

@@ -25,7 +25,7 @@ from tests.families import ONLY_HEARING, stock_class, wide_weights
 from .published import meta_model
 from .stock_pair import Pair, close
 
-ADAPTED = ["qwen2_5_vl", "qwen3_vl", *ONLY_HEARING, "qwen2", "qwen3"]
+ADAPTED = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", *ONLY_HEARING, "qwen2", "qwen3"]
 TOWERS = LoraSection(rank=4, alpha=8, groups=("vision", "projector", "language"))
 
 

@@ -30,6 +30,7 @@ def test_experts_on_a_gpu_decode_without_graphs() -> None:
 
 REFUSED = {
     "a mixture of experts": recipe("qwen3_vl_moe", precision="matched"),
+    "gated delta nets": recipe("qwen3_5", precision="matched"),
     "engine 'vllm'": recipe("qwen3_vl", precision="matched", rollout={"engine": "vllm", "schedule": "eager"}),
     "cluster.learners is 2": recipe("qwen3_vl", precision="matched", cluster={"learners": 2}),
     "cluster.placement is 'ray'": recipe("qwen3_vl", precision="matched", cluster={"placement": "ray"}),
@@ -44,6 +45,12 @@ def test_what_matched_precision_cannot_compute_is_refused(cause: str) -> None:
     with pytest.raises(RecipeError, match=cause):
         list(computing_notes(REFUSED[cause]))
     assert not list(computing_notes(recipe("qwen3_vl", precision="matched")))
+
+
+def test_learners_cannot_share_the_tokens_of_delta_nets() -> None:
+    with pytest.raises(RecipeError, match=r"sequence_parallel is 2.*delta nets"):
+        list(computing_notes(recipe("qwen3_5", cluster={"learners": 2, "sequence_parallel": 2})))
+    assert not list(computing_notes(recipe("qwen3_5", cluster={"learners": 2})))
 
 
 def test_moments_in_8_bits_are_refused_where_the_learner_is_spread() -> None:

@@ -135,7 +135,9 @@ def costs_of(
     table = shape.vocabulary * shape.hidden
     stored = shape.parameters["language"] - table
     attention = sum(
-        one.inputs * one.outputs for one in shape.linears if one.group == "language" and "self_attn" in one.name
+        one.inputs * one.outputs
+        for one in shape.linears
+        if one.group == "language" and ("self_attn" in one.name or "linear_attn" in one.name)
     )
     mlps = shape.layers * 3 * shape.hidden * shape.mlp
     met = min(stored, attention + mlps) if attention else stored
@@ -143,12 +145,12 @@ def costs_of(
     learns = "vision" not in frozen and not lora
     return ModelCosts(
         depth=shape.layers,
-        queries=shape.queries,
+        queries=shape.queries * shape.attention_layers / shape.layers,
         layers=met,
         held=stored + table,
         head=table,
         tower=max(shape.parameters["vision"], shape.parameters["audio"]) + shape.parameters["projector"],
-        kv_bytes=2 * shape.layers * shape.key_values * number_bytes,
+        kv_bytes=2 * shape.attention_layers * shape.key_values * number_bytes,
         number_bytes=number_bytes,
         layer_times=(4.0 if lora else 6.0) + again,
         head_times=6.0 if lora else 8.0,

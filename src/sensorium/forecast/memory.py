@@ -7,7 +7,7 @@ ranks. During an update the root is gathered, and two layers at a time; a frozen
 from dataclasses import dataclass
 
 from sensorium.forecast.machine import Kind
-from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, tower_bytes
+from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, stock_layer_bytes, tower_bytes
 from sensorium.recipe.plan import (
     BYTES,
     SHARE,
@@ -15,6 +15,7 @@ from sensorium.recipe.plan import (
     Way,
     cached_tokens,
     estimate_memory,
+    state_bytes,
     trained_parameters,
     vllm_share,
 )
@@ -22,7 +23,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
 GATHERED_LAYERS = 2  # the current one and the next, which is prefetched
-ENGINES = ("keys and values",)
+ENGINES = ("keys and values", "states of delta nets")
 OFFLOADED = ("weights", "gradients", "optimizer moments", "remainders of fp32 masters")
 
 
@@ -53,8 +54,10 @@ def engine_memory(recipe: Recipe, shape: ModelShape, kind: Kind, engines: int, g
     weights = shape.total * size // gpus
     if recipe.rollout.engine.name == "vllm":
         return GpuMemory({"weights": weights, "keys and values": max(0, round(vllm_share(recipe) * kind.memory) - weights)})
-    cached = -(-cached_tokens(recipe, engines) // engines) * 2 * shape.layers * shape.key_values * size
-    return GpuMemory({"weights": weights, "keys and values": cached // gpus})
+    cached = -(-cached_tokens(recipe, engines) // engines) * 2 * shape.attention_layers * shape.key_values * size
+    uses = {"weights": weights, "keys and values": cached // gpus}
+    states = state_bytes(recipe, shape, engines) // (engines * gpus)
+    return GpuMemory(uses | ({"states of delta nets": states} if states else {}))
 
 
 def fitting_memory(recipe: Recipe, shape: ModelShape, kind: Kind, ranks: int, *, samples: bool) -> tuple[Recipe, GpuMemory]:
@@ -107,7 +110,7 @@ def _rank_share(recipe: Recipe, ranks: int) -> Recipe:
 
 def _stock_activations(recipe: Recipe, shape: ModelShape) -> int:
     kept = activation_bytes(recipe, shape)
-    if recipe.model.dtype == "float32" or recipe.model.gradient_checkpointing is True:
+    if recipe.model.dtype == "float32" or recipe.model.gradient_checkpointing is True or shape.delta:
         return kept
     fused = activation_bytes(with_checkpointing(recipe, False), shape)
     at_work = 8 * shape.mlp + 12 * shape.hidden
@@ -117,12 +120,3 @@ def _stock_activations(recipe: Recipe, shape: ModelShape) -> int:
     if recipe.model.gradient_checkpointing == "selective":
         stock -= 8 * shape.mlp
     return max(kept, tokens * (shape.layers * stock + at_work))
-
-
-def stock_layer_bytes(shape: ModelShape) -> int:
-    """Bytes that autograd saves of a token in a stock bfloat16 layer; up to 18 % more than Qwen2.5's.
-
-    Inputs (float32 too) and outputs of norms; queries, keys, values and attention output, with Qwen3's norms of heads; four
-    values of the MLP.
-    """
-    return 18 * shape.hidden + 10 * (shape.queries + shape.key_values) + 8 * shape.mlp

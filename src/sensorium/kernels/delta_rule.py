@@ -57,9 +57,12 @@ def torch_chunks(
     if ends_R1 is None:
         return _run("torch_chunk_gated_delta_rule", *given, state_BGKV)
     lengths = ends_R1.diff().tolist()
-    runs = zip(*(x.split(lengths, dim=1) for x in given), strict=True)
     states = [None] * len(lengths) if state_BGKV is None else state_BGKV.split(1)
-    found = [_run("torch_chunk_gated_delta_rule", *run, state) for run, state in zip(runs, states, strict=True)]
+    runs = zip(*(x.split(lengths, dim=1) for x in given), states, strict=True)
+    found = [
+        _run("torch_chunk_gated_delta_rule", query, key, value, decay, beta, state)
+        for query, key, value, decay, beta, state in runs
+    ]
     return torch.cat([out for out, _ in found], dim=1), torch.cat([state for _, state in found])
 
 

@@ -28,6 +28,7 @@ from sensorium.learner.packing import Packing, pack
 from sensorium.learner.team import ALONE, Team
 from sensorium.learner.update import Objective, Shares, UpdateBatch, UpdateResult, corrections, update
 from sensorium.models.policy import Policy, Reference
+from sensorium.recipe.checks import STATES_APART
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError
@@ -65,6 +66,8 @@ class Learner:
         stop_tokens: bool = True,
         team: Team = ALONE,
     ) -> None:
+        if team.tokens is not None and policy.delta_layers:
+            raise ModelError(f"cluster.sequence_parallel: {STATES_APART}")
         self.policy = policy
         self.team = team
         self.reference = reference

@@ -91,7 +91,8 @@ def hand_over_states(language_model: Any) -> None:
     """Let the delta nets among the decoder layers take their states from the caller. May be called again."""
     for layer in language_model.layers:
         if is_delta(layer) and not isinstance(layer.linear_attn, DeltaNet):
-            layer.linear_attn.__class__ = _own_class(type(layer.linear_attn))
+            stock: Any = type(layer.linear_attn)
+            layer.linear_attn.__class__ = _own_class(stock)
 
 
 def window_size(net: Any) -> int:

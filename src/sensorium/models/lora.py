@@ -2,7 +2,8 @@
 
 The model computes W·x + α/r·B·A·x when sampled and trained; only a checkpoint holds the sum. Embeddings, the patch
 projection of a tower and a head tied to the embeddings are never adapted. Nor are the experts and routers of a mixture
-(Qwen3-VL-MoE), which are bare tensors: in its language model only attention has adapters.
+(Qwen3-VL-MoE), which are bare tensors: in its language model only attention and shared experts have some. Of gated delta
+nets the linear layers are adapted, not the convolution and the decay.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,11 @@ def add_adapters(model: Any, groups: Prefixes, section: LoraSection, seed: int, 
     with torch.random.fork_rng(devices=[]):  # peft draws its own A, on the CPU
         peft.inject_adapter_in_model(_config(section, chosen, base), model)
     adapters = Adapters(model.eval(), section, base)
+    if strange := sorted(adapters.layers.keys() ^ set(chosen)):
+        raise RecipeError(
+            f"model.lora: the installed peft adapts other layers than it is asked for ({strange[0]} differs). Use another "
+            "version of peft, or name layers that it takes as they are (model.lora.modules)."
+        )
     with torch.no_grad():
         for name, layer in adapters.layers.items():
             matrix_RI = layer.lora_A[NAME].weight

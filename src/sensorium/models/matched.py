@@ -25,6 +25,7 @@ from sensorium.kernels.matched_ops import (
     refuse_unknown,
 )
 from sensorium.models.attention import Attention
+from sensorium.models.delta_net import is_delta
 from sensorium.models.family import Tower
 from sensorium.models.fused import LayerStack
 from sensorium.models.prepared_media import TowerInput
@@ -65,6 +66,8 @@ class MatchedLayer:
 def matched_layers(model: Any, ops: MatchedOps) -> LayerStack:
     """The matched layers of a language model; one that cannot be computed token by token is refused."""
     try:
+        if any(is_delta(layer) for layer in model.layers):
+            raise UnknownLayer("gated delta nets sum a prompt in chunks and a response token by token")
         layers = [MatchedLayer(parts_of(layer), ops) for layer in model.layers]
         norm: Callable[[Tensor], Tensor] = partial(ops.norm, norm=norm_of(model.norm))
     except UnknownLayer as error:

@@ -20,6 +20,7 @@ from sensorium.kernels import layer_ops
 from sensorium.kernels.matched_ops import matched_linear, matched_ops
 from sensorium.models.attention import Attention
 from sensorium.models.chat_processor import ChatProcessor
+from sensorium.models.delta_net import is_delta
 from sensorium.models.encoding import Counters, Encoder, MediaCounts
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
@@ -198,6 +199,11 @@ class Policy:
         """The router of each layer that has experts, in order."""
         blocks = [layer.mlp for layer in self.adapter.language_model.layers]
         return [block.gate for block in blocks if hasattr(block, "gate") and hasattr(block, "experts")]
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The layers that are gated delta nets: they have states, the others keys and values."""
+        return tuple(i for i, layer in enumerate(self.adapter.language_model.layers) if is_delta(layer))
 
     @property
     def experts_per_token(self) -> int:

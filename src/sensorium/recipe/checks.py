@@ -66,6 +66,10 @@ EIGHT_BITS_APART = (
     "optimizer.moments is '8-bit', and the learner is spread over ranks: blocks of 256 numbers would be cut where its rows "
     "are. Use optimizer.moments: bfloat16."
 )
+STATES_APART = (
+    "gated delta nets (Qwen3.5) read the tokens of a sequence one after the other, so learners cannot share them. Leave "
+    "cluster.sequence_parallel out."
+)
 ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 OWN_WEIGHTS = ("process", "vllm")
 # Sources whose tasks have no environment of their own.
@@ -172,6 +176,10 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
         reason = ""
         if experts:
             reason = f"a mixture of experts computes a token together with others. {fast}"
+        elif shape is not None and shape.delta:
+            reason = (
+                f"gated delta nets sum a prompt in chunks and a response token by token, which do not round alike. {fast}"
+            )
         elif engine.name == "vllm":
             reason = f"engine 'vllm' does not compute as the learner does. Use rollout.engine: native or process. {fast}"
         elif cluster.shared:
@@ -180,6 +188,8 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             reason = "rollout.engine.options.kv is 'rows', while it attends over pages. Use kv: auto or pages."
         if reason:
             raise RecipeError(f"model.precision is 'matched', and {reason}")
+    if shape is not None and shape.delta and cluster.sequence_parallel > 1:
+        raise RecipeError(f"cluster.sequence_parallel is {cluster.sequence_parallel}, and {STATES_APART}")
     optimizers = (recipe.optimizer, recipe.warm_start.optimizer, recipe.algorithm.critic.optimizer)
     if cluster.shared and any(section.moments == "8-bit" for section in optimizers):
         raise RecipeError(EIGHT_BITS_APART)

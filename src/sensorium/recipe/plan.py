@@ -230,7 +230,8 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape, gradients=True),
-        "keys and values": 0 if vllm else cached * 2 * shape.layers * shape.key_values * size,
+        "keys and values": 0 if vllm else cached * 2 * shape.attention_layers * shape.key_values * size,
+        "states of delta nets": 0 if vllm else state_bytes(recipe, shape, recipe.cluster.engines),
         "activations": activation_bytes(recipe, shape),
         "gathered keys and values": gathered_bytes(recipe, shape),
         "logits": head_bytes(recipe, shape),
@@ -313,6 +314,17 @@ def cached_tokens(recipe: Recipe, engines: int = 1) -> int:
     return max(
         trained, groups * (held_out.max_context_tokens - held_out.max_new_tokens) + in_flight * held_out.max_new_tokens
     )
+
+
+def state_bytes(recipe: Recipe, shape: ModelShape, engines: int = 1) -> int:
+    """States of gated delta nets in all engines at most: one of each response in flight, and one of what it continues."""
+    if shape.delta is None:
+        return 0
+    batch, rollout = recipe.batch, recipe.rollout
+    in_flight = min(rollout.concurrency or 10**9, recipe.selection.played(batch.prompts_per_step) * batch.group_size)
+    rows = min(in_flight, engines * engine_rows(recipe))
+    known = in_flight if rollout.max_turns > 1 else -(-rows // batch.group_size)
+    return (rows + known) * shape.delta.sequence_bytes(BYTES[recipe.model.dtype])
 
 
 def _evaluations(recipe: Recipe) -> int:

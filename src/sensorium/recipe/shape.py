@@ -216,12 +216,31 @@ class IncompleteConfig(RecipeError):
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """Sizes of the gated delta nets among a language model's layers: how many, and of one of them what a token has.
+
+    ``channels``: its queries, keys and values before the convolution; ``values``: its values. ``state``: numbers of the
+    state of a sequence; ``columns``: tokens before the next one that the convolution still needs.
+    """
+
+    layers: int
+    channels: int
+    values: int
+    state: int
+    columns: int
+
+    def sequence_bytes(self, size: int) -> int:
+        """What the nets of all layers know of a sequence, however long it is: a float32 state and a window each."""
+        return self.layers * (4 * self.state + size * self.columns * self.channels)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model. ``parameters`` counts them by group; ``exact``: by the weights themselves, not by the config.
 
     ``linears`` are the layers that low-rank adapters can sit on. ``queries`` is the size of a token's queries, all heads
     together: Qwen3-VL's is up to twice the hidden size. ``positions``: the longest context that the model was made for, in
-    tokens; 0 if its config does not say.
+    tokens; 0 if its config does not say. ``delta``: of a model whose layers are not all attention.
     """
 
     family: str
@@ -238,6 +257,12 @@ class ModelShape:
     tower_depth: int = 0
     tower_mlp: int = 0
     positions: int = 0
+    delta: DeltaShape | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that have keys and values."""
+        return self.layers - (self.delta.layers if self.delta else 0)
 
     @property
     def total(self) -> int:
@@ -304,7 +329,9 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
         hidden=text["hidden_size"],
         queries=heads * head_dim,
         key_values=text.get("num_key_value_heads", heads) * head_dim,
-        mlp=experts * text["moe_intermediate_size"] if experts else text["intermediate_size"],
+        mlp=experts * text["moe_intermediate_size"] + text.get("shared_expert_intermediate_size", 0)
+        if experts
+        else text["intermediate_size"],
         vocabulary=text["vocab_size"],
         parameters=counted or count_parameters(config),
         exact=exact or bool(counted),
@@ -313,7 +340,16 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
         tower_depth=vision.get("depth", 0),
         tower_mlp=vision.get("intermediate_size", 0),
         positions=text.get("max_position_embeddings") or 0,
+        delta=_delta_shape(text),
     )
+
+
+def _delta_shape(text: dict[str, Any]) -> DeltaShape | None:
+    if not any(deltas := delta_layers(text)):
+        return None
+    values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
+    state, columns = values * text["linear_key_head_dim"], text["linear_conv_kernel_dim"] - 1
+    return DeltaShape(sum(deltas), _delta_channels(text), values, state, columns)
 
 
 def shape_by_config(config: dict[str, Any]) -> ModelShape:

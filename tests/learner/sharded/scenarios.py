@@ -85,6 +85,7 @@ SCENARIOS = {
     "pictures": Scenario("qwen3_vl", pictures, FULL),
     "videos": Scenario("qwen2_5_vl", videos, AlgorithmSection(loss=LossSection(name="gspo")), TWICE),
     "experts": Scenario("qwen3_vl_moe", pictures, AlgorithmSection(router_coef=0.1), freeze=("vision", "projector")),
+    "states": Scenario("qwen3_5", pictures, FULL),
     "critic": Scenario("qwen2_5_vl", pictures, PPO, offload=True),
     "long video": Scenario("qwen3_vl", long_video),
     "bfloat16": Scenario("smallest", videos, dtype="bfloat16"),

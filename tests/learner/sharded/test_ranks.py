@@ -20,7 +20,8 @@ from .scenarios import SCENARIOS, Outcome, compute, make_checkpoints
 
 EXACT = [name for name, scenario in SCENARIOS.items() if scenario.dtype == "float32"]
 PLAIN = [name for name in SCENARIOS if name != "long video"]
-SHARED = [f"{name}@2" for name in EXACT if name != "pictures"]  # experts and critic show the same pictures
+# Experts and critic show the same pictures as "pictures"; states of delta nets are not shared.
+SHARED = [f"{name}@2" for name in EXACT if name not in ("pictures", "states")]
 
 
 def start_ranks(folder: Path, size: int, names: list[str]) -> list[subprocess.Popen]:
