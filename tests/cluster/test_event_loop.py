@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from sensorium.cli.main import stopping_in_order
-from sensorium.cluster.event_loop import run_async
+from sensorium.cluster.event_loop import LoopThread, run_async
+from sensorium.envs.remote.client import EnvironmentClient
+from sensorium.recipe.schema import JudgesSection
+from sensorium.rewards.judges.client import JudgeClient
 
 
 def test_a_run_after_one_whose_end_was_interrupted_too() -> None:
@@ -97,3 +100,52 @@ def test_a_hosts_own_wakeup_is_told_too_and_may_be_closed_meanwhile() -> None:
         signal.signal(signal.SIGUSR1, before)
         assert signal.set_wakeup_fd(-1) == -1
         hears.close()
+
+
+def test_a_loop_whose_run_is_interrupted_before_it_begins_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def interrupted(loop: asyncio.AbstractEventLoop) -> None:
+        loops.append(loop)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sensorium.cluster.event_loop._woken_by_signals", interrupted)
+    work = asyncio.sleep(0)
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work)
+    work.close()
+    assert loops[0].is_closed()
+
+
+def test_the_loop_of_a_thread_is_closed_with_what_runs_in_it() -> None:
+    ended: list[str] = []
+    begun = threading.Event()
+
+    async def hang() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    thread = LoopThread("test")
+    hanging = thread.submit(hang())
+    assert begun.wait(60)
+    thread.close()
+    assert thread.loop.is_closed()
+    assert ended == ["cancelled"]
+    assert hanging.cancelled()
+    thread.close()
+    assert not [one for one in threading.enumerate() if one.name == "test"]
+
+
+def test_clients_that_are_closed_leave_no_open_loop(tmp_path: Path) -> None:
+    servers = EnvironmentClient([])
+    servers.close()
+    assert servers._thread.loop.is_closed()
+    judges = JudgeClient(JudgesSection(), folder=tmp_path)
+    judges._submit(asyncio.sleep(0)).result(60)
+    thread = judges._thread
+    judges.close()
+    assert thread is not None
+    assert thread.loop.is_closed()

@@ -46,6 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Mode
     service = make_service(tmp_path_factory.mktemp("served"), capacity=64)
     with serving_app(make_model_app(service, most_body=1 << 20)) as (address, _):
         yield address, service
+    assert service.host._thread.loop.is_closed(), "an open loop is a ResourceWarning at exit"
 
 
 def client(address: str, key: str = "none") -> openai.OpenAI:
@@ -92,7 +93,7 @@ def test_the_official_client_gets_what_the_engine_samples(served: tuple[str, Mod
         request = Request("t", (segment,), sampling, (0,), response_key(3, 0, "serve", 0, 0), "t")
         return list((await service.host.engine.generate(request)).segment.logprobs)
 
-    expected = asyncio.run_coroutine_threadsafe(direct(), service.host._loop).result(60)
+    expected = service.host._thread.submit(direct()).result(60)
     first = reply.choices[0].logprobs
     assert first is not None
     assert [token.logprob for token in first.content or []] == pytest.approx(expected, abs=1e-5)

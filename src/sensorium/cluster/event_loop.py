@@ -1,4 +1,5 @@
-"""``asyncio.run`` that another thread may interrupt and every signal wakes; and garbage collection around a run.
+"""``asyncio.run`` that another thread may interrupt and every signal wakes, loops in threads of their own, and garbage
+collection around a run.
 
 Python delivers Ctrl-C to the main thread only. A notebook's main thread has its own event loop, so a run works in a second
 thread: the main thread waits, and forwards an interrupt with ``interrupt(thread.ident)``.
@@ -11,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -36,6 +38,42 @@ def run_async(main: Coroutine[Any, Any, Result]) -> Result:
         if asked:
             raise KeyboardInterrupt from None
         raise
+    finally:
+        runner.close()  # an interrupt may have come before the runner was entered
+
+
+class LoopThread:
+    """An event loop in a daemon thread of its own, which callers in other threads give coroutines."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self.loop.close()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
+        """Begin a coroutine in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self, wait_s: float = 10.0) -> None:
+        """Cancel what runs, close the loop and end its thread; waits for that at most so long."""
+        with suppress(RuntimeError):  # it is closed already
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(wait_s)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            running = asyncio.all_tasks(self.loop)
+            for task in running:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*running, return_exceptions=True))
+        finally:
+            self.loop.close()
 
 
 def interrupt(thread: int) -> None:

@@ -8,13 +8,13 @@ so 10 MB of text cannot be 8,192 tokens, which is known without counting them.
 
 import asyncio
 import itertools
-import threading
 import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sensorium.cluster.event_loop import LoopThread
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Request, Sampling, response_key
 from sensorium.models.policy import Policy
@@ -56,9 +56,7 @@ class ModelHost:
         self._ready = Preparation(self.chat)
         self._renderers = ThreadPoolExecutor(RENDERERS, "renderer")
         self._numbers = itertools.count()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("engine")
 
     async def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Messages rendered and their media prepared; refused where they leave no room for an answer."""
@@ -91,13 +89,12 @@ class ModelHost:
 
     def close(self) -> None:
         self._renderers.shutdown(wait=False, cancel_futures=True)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.close(30)
         self.engine.close()
         self.chat.decoder.close()
 
     async def _there(self, work: Any) -> Any:
-        return await _refusing(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)))
+        return await _refusing(asyncio.wrap_future(self._thread.submit(work)))
 
     def _rendered(self, messages: Sequence[Message]) -> Segment:
         """Messages as tokens, where these can fit."""

@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
+from sensorium.cluster.event_loop import LoopThread
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.remote.wire import (
@@ -224,9 +225,9 @@ class EnvironmentClient:
     def __init__(self, addresses: Sequence[str], key: str = "", connect_s: float = 10.0) -> None:
         self._given = key, connect_s
         self.servers = [Server(Connection(address, key, connect_s)) for address in addresses]
-        self._loop = asyncio.new_event_loop()
+        self._thread = LoopThread("environment-client")
+        self._loop = self._thread.loop
         self._closing: set[asyncio.Task[None]] = set()
-        threading.Thread(target=self._loop.run_forever, name="environment-client", daemon=True).start()
 
     def add(self, address: str) -> "Server":
         """Use this server, a worker of the run, too from now on; who started it reports its end."""
@@ -241,7 +242,7 @@ class EnvironmentClient:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The outcome of a coroutine in the client's thread. Its waits are bounded by its own deadlines."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._thread.submit(work).result()
 
     async def open(
         self,
@@ -314,9 +315,11 @@ class EnvironmentClient:
         raise RecipeError(f"remote: no server answers: {why}")
 
     def close(self) -> None:
-        for server in self.servers:
-            self.run(server.connection.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        try:
+            for server in self.servers:
+                self.run(server.connection.close())
+        finally:
+            self._thread.close()
 
 
 class RemoteSession:

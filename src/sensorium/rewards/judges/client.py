@@ -26,6 +26,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sensorium.cluster.event_loop import LoopThread
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.schema import JudgesSection, PriceSection
 from sensorium.rewards.judges.cache import AnswerCache, CallRow, StoredAnswer, owner_name
@@ -261,7 +262,7 @@ class JudgeClient:
         self._owner = owner_name(uuid.uuid4().hex[:12])
         self._askers: dict[str, ModelAsker] = {}
         self._running: dict[str, asyncio.Task[JudgeAnswer]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: LoopThread | None = None
         self._starting = threading.Lock()
         self._random = random.Random()
         self._closed = False
@@ -312,12 +313,15 @@ class JudgeClient:
 
         with self._starting:
             self._closed = True
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            asyncio.run_coroutine_threadsafe(end(), loop).result(timeout=10)
-            loop.call_soon_threadsafe(loop.stop)
-        self.cache.close()
-        self.transcripts.close()
+            thread, self._thread = self._thread, None
+        try:
+            if thread is not None:
+                thread.submit(end()).result(timeout=10)
+        finally:
+            if thread is not None:
+                thread.close()
+            self.cache.close()
+            self.transcripts.close()
 
     async def _ask(self, request: JudgeRequest, about: tuple[str, ...], term: str) -> JudgeAnswer:
         key = request.key
@@ -429,15 +433,6 @@ class JudgeClient:
             if self._closed:
                 coroutine.close()
                 raise JudgeFailure("the client of judges is closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_serve, args=(self._loop,), name="judges", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
+            if self._thread is None:
+                self._thread = LoopThread("judges")
+            return self._thread.submit(coroutine)
