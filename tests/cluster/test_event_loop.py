@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
+from inspect import CORO_CLOSED, getcoroutinestate
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +103,32 @@ def test_a_hosts_own_wakeup_is_told_too_and_may_be_closed_meanwhile() -> None:
         hears.close()
 
 
-def test_a_loop_whose_run_is_interrupted_before_it_begins_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    loops: list[asyncio.AbstractEventLoop] = []
+class MadeWithASignal(asyncio.SelectorEventLoop):
+    """Sends a signal to its process while it is made."""
 
-    def interrupted(loop: asyncio.AbstractEventLoop) -> None:
-        loops.append(loop)
-        raise KeyboardInterrupt
+    made: list["MadeWithASignal"]
+    number = signal.SIGINT
 
-    monkeypatch.setattr("sensorium.cluster.event_loop._woken_by_signals", interrupted)
+    def __init__(self) -> None:
+        signal.raise_signal(self.number)
+        super().__init__()
+        self.made.append(self)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_loop_is_made_ends_the_run_and_leaves_nothing_open(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MadeWithASignal, "made", [], raising=False)
+    monkeypatch.setattr(MadeWithASignal, "number", number)
+    monkeypatch.setattr("asyncio.events.new_event_loop", MadeWithASignal)
     work = asyncio.sleep(0)
-    with pytest.raises(KeyboardInterrupt):
+    before = signal.getsignal(signal.SIGINT)
+    with stopping_in_order(), pytest.raises(KeyboardInterrupt):
         run_async(work)
-    work.close()
-    assert loops[0].is_closed()
+    assert [loop.is_closed() for loop in MadeWithASignal.made] == [True]
+    assert getcoroutinestate(work) == CORO_CLOSED, "else Python warns that it was never awaited"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_the_loop_of_a_thread_is_closed_with_what_runs_in_it() -> None:

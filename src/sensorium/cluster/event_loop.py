@@ -14,6 +14,7 @@ import threading
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from inspect import CORO_CREATED, getcoroutinestate
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -27,10 +28,12 @@ _interrupted: set[int] = set()
 def run_async(main: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine to its end in a new event loop; KeyboardInterrupt if this thread was interrupted."""
     thread = threading.get_ident()
-    runner = asyncio.Runner()
+    runner, registered = asyncio.Runner(), _registered(main, thread)
     try:
-        with _woken_by_signals(runner.get_loop()), runner:
-            return runner.run(_registered(main, thread))
+        with _signals_held_back():  # a loop that is interrupted while it is made cannot be closed
+            loop = runner.get_loop()
+        with _woken_by_signals(loop), runner:
+            return runner.run(registered)
     except asyncio.CancelledError:
         with _lock:
             asked = thread in _interrupted
@@ -39,7 +42,10 @@ def run_async(main: Coroutine[Any, Any, Result]) -> Result:
             raise KeyboardInterrupt from None
         raise
     finally:
-        runner.close()  # an interrupt may have come before the runner was entered
+        runner.close()  # an interrupt may have come before the runner was entered, or before it began the coroutines
+        for work in (registered, main):
+            if getcoroutinestate(work) == CORO_CREATED:
+                work.close()
 
 
 class LoopThread:
@@ -102,6 +108,25 @@ def forget(thread: int) -> None:
     """A thread has ended: drop an interrupt that came too late, or a later thread with its id would get it."""
     with _lock:
         _interrupted.discard(thread)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM wait, if this is the main thread and they have a handler; they are raised at the end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    held: list[int] = []
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, frame: held.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

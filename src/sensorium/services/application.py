@@ -33,6 +33,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium import __version__
+from sensorium.cluster.event_loop import run_async
 from sensorium.data.media_store import MediaStore
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 
@@ -341,10 +342,11 @@ def serve_until_stopped(
     config = uvicorn.Config(reporting, log_level="warning", timeout_graceful_shutdown=drain, **options)
     host, port = listening.getsockname()[:2]
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    print(f"serving {what} on http://{place} ({'with' if key else 'without'} a key)", flush=True)
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        print(f"serving {what} on http://{place} ({'with' if key else 'without'} a key)", flush=True)
+        run_async(uvicorn.Server(config).serve(sockets=[listening]))
     finally:
+        listening.close()
         if failure is not None:
             raise failure
 
