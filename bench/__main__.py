@@ -1,7 +1,8 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W0|W1|W2|W3|OMNI|Q35 [--steps 3] [--tokens-per-microbatch 16384] [--sharing on|off|none]
-                     [--recompute none|selective|full|auto] [--moments bfloat16] [--precision fast|matched] [--peers]
+python -m bench step --workload W0|W1|W2|W3|OMNI|Q35|A3B [--steps 3] [--lora 0] [--tokens-per-microbatch 16384]
+                     [--sharing on|off|none] [--recompute none|selective|full|auto] [--moments bfloat16]
+                     [--precision fast|matched] [--peers]
 python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
 python -m bench curves
 python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
@@ -44,7 +45,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=["step", "engines", "rollout", "curves", "kernels", "export"])
-    parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35"])
+    parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35", "A3B"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
@@ -116,6 +117,7 @@ def main() -> None:
             given.profile,
             given.precision,
             given.sharing,
+            given.lora,
         )
         result |= {"peers": peers} if given.peers else {}
     elif given.what == "kernels":

@@ -102,6 +102,7 @@ def opened(
     moments: str,
     precision: str = "fast",
     alone: bool = False,
+    lora: int = 0,
 ) -> Iterator[tuple[Any, RunDirectory, Recipe]]:
     """A trainer of a workload, its run directory and its recipe. ``alone``: advantages that need no group."""
     warnings.filterwarnings("ignore", message=".*deterministic.*")
@@ -112,7 +113,8 @@ def opened(
             work,
             model,
             directory.path,
-            model={"dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": recompute, "precision": precision},
+            model={"dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": recompute, "precision": precision}
+            | ({"lora": {"rank": lora}} if lora else {}),
             batch={"tokens_per_microbatch": tokens_per_microbatch},
             optimizer={"lr": 1e-6, "moments": moments},
             media={"memory_gib": max(1.0, _prepared_gib(work))},
@@ -139,12 +141,13 @@ def time_steps(
     profile: bool,
     precision: str = "fast",
     sharing: str = "on",
+    lora: int = 0,
 ) -> dict[str, Any]:
     """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
     alone = sharing == "none"
     if alone:
         work = replace(work, prompts=work.episodes, group=1)
-    with opened(work, tokens_per_microbatch, recompute, moments, precision, alone) as (trainer, directory, recipe):
+    with opened(work, tokens_per_microbatch, recompute, moments, precision, alone, lora) as (trainer, directory, recipe):
         loop = asyncio.new_event_loop()
         seconds, before = [], torch.cuda.memory_stats()
         for i in range(1 + steps):
@@ -185,6 +188,7 @@ def time_steps(
             "moments": moments,
             "precision": precision,
             "recompute": recompute,
+            "lora": lora,
             "sharing": sharing,
             "tower_passes": trainer.session.policy.counters.tower_passes,
             "forecast_gib": round(sum(make_plan(recipe).memory.values()) / 2**30, 1),

@@ -51,7 +51,20 @@ QWEN3_5_4B = {
     "vision_depth": 24, "vision_hidden_size": 1024, "vision_intermediate_size": 4096, "vision_num_heads": 16,
     "vision_num_position_embeddings": 2304, "vision_out_hidden_size": 2560, "vision_initializer_range": 0.02,
 }  # fmt: skip
-SHAPES = {"qwen2_5_vl": QWEN2_5_VL_3B, "qwen2_5_omni": QWEN2_5_OMNI_7B, "qwen3_5": QWEN3_5_4B}
+QWEN3_VL_30B_A3B = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "initializer_range": 0.02,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+    },
+    "vision_depth": 27, "vision_hidden_size": 1152, "vision_intermediate_size": 4304, "vision_num_heads": 16,
+    "vision_num_position_embeddings": 2304, "vision_deepstack_visual_indexes": [8, 16, 24],
+    "vision_initializer_range": 0.02, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES = {
+    "qwen2_5_vl": QWEN2_5_VL_3B, "qwen2_5_omni": QWEN2_5_OMNI_7B, "qwen3_5": QWEN3_5_4B, "qwen3_vl_moe": QWEN3_VL_30B_A3B,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,8 @@ W2 = Workload(prompts=8, group=8, pixels=448, new_tokens=256, pictures=16)
 W3 = Workload(prompts=64, group=8, pixels=448, new_tokens=256, tail=6.0)
 OMNI = Workload(prompts=8, group=8, pixels=448, new_tokens=256, clip=True, family="qwen2_5_omni")
 Q35 = Workload(prompts=16, group=8, pixels=448, new_tokens=256, family="qwen3_5")
-WORKLOADS = {"W1": W1, "W2": W2, "W3": W3, "OMNI": OMNI, "Q35": Q35}
+A3B = Workload(prompts=8, group=8, pixels=448, new_tokens=256, family="qwen3_vl_moe")
+WORKLOADS = {"W1": W1, "W2": W2, "W3": W3, "OMNI": OMNI, "Q35": Q35, "A3B": A3B}
 
 
 class NoisePictures:
