@@ -32,15 +32,22 @@ PEAK = 989e12  # bf16 operations a second of an H200, as NVIDIA states them
 def _update_flops(policy: Policy, work: Workload, metrics: dict[str, float]) -> float:
     """6 operations for each parameter and token that it meets once: layers, head, tower. Recomputation does not count.
 
+    A parameter that is not trained takes 4: it has no gradient of its own. Of experts those that a token is sent to count.
     Of clips the towers are not counted.
     """
-    layers = sum(p.numel() for p in policy.adapter.language_model.layers.parameters())
+    model = policy.adapter.language_model
+    sent = policy.experts_per_token / getattr(model.config, "num_experts", 1) if policy.experts_per_token else 1.0
+    layers = sum(
+        (6 if p.requires_grad else 4) * p.numel() * (sent if ".experts." in name else 1)
+        for name, p in model.layers.named_parameters()
+    )
     tower = sum(p.numel() for p in policy.adapter.towers["picture"].module.parameters())
     patches = 0.0
     if not work.clip:
         patches = metrics["packing/tower_items"] * (work.pixels // policy.model.config.vision_config.patch_size) ** 2
-    head = policy.adapter.head.weight.numel()
-    return 6 * (layers * metrics["packing/tokens"] + head * metrics["packing/trained_tokens"] + tower * patches)
+    head = policy.adapter.head.weight
+    a_head = (6 if head.requires_grad else 4) * head.numel()
+    return layers * metrics["packing/tokens"] + a_head * metrics["packing/trained_tokens"] + 6 * tower * patches
 
 
 def _an_update(trainer: Any, loop: asyncio.AbstractEventLoop) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
