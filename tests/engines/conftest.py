@@ -14,6 +14,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.engines.native import steps
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
+from sensorium.models.delta_net import is_delta
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
@@ -44,6 +45,16 @@ class Bench:
     def tone(self, seed: int, seconds: float = 0.5) -> Media:
         """A sound in the policy's store; not so short that the library's numbers for it vary."""
         return tone(self.policy.chat.store, seed, max(seconds, FAMILY_ROWS[self.policy.family].shortest_s))
+
+    @property
+    def rounding(self) -> float:
+        """How far log-probs may be from the stock model's, relative to the largest logit."""
+        return FAMILY_ROWS[self.policy.family].rounding
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have a state after the last token, which cannot be cut back as keys and values can."""
+        return any(is_delta(layer) for layer in self.policy.adapter.language_model.layers)
 
     def logits(self, segments: Sequence[Segment]) -> list[Tensor]:
         """Logits [n, V] before each token of every model segment, by one stock forward over the whole thread."""
@@ -105,9 +116,9 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
     return get
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava_onevision"])
 def vision(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
-    """Both vision families in turn."""
+    """Vision families that compute differently: learned positions, deepstack, gated delta nets, tiles."""
     return benches(request.param)
 
 

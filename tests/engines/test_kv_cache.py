@@ -32,7 +32,7 @@ def test_prefill_extension_and_decode_equal_one_causal_pass() -> None:
     q, k, v = tensors(3, 40)
     cache = make_cache(5, 40)
     whole = [masked_attention(q[i], k[i], v[i], SCALE, None) for i in range(LAYERS)]
-    fresh = FreshAttention(cache, 1)
+    fresh = FreshAttention(cache, 1, [20] * 3)
     for i in range(LAYERS):
         out = fresh(i, q[i, :, :, :20], k[i, :, :, :20], v[i, :, :, :20], SCALE)
         assert torch.allclose(out, whole[i][:, :20], atol=1e-6)
@@ -54,7 +54,7 @@ def test_rows_of_different_lengths_see_only_their_own_past() -> None:
     cache.block.fill_(100.0)  # stale numbers that must not be seen
     lengths = [3, 9]
     for row, length in enumerate(lengths):
-        fresh = FreshAttention(cache, row)
+        fresh = FreshAttention(cache, row, [length])
         for i in range(LAYERS):
             one = slice(row, row + 1)
             fresh(i, q[i, one, :, :length], k[i, one, :, :length], v[i, one, :, :length], SCALE)

@@ -19,7 +19,7 @@ from sensorium.vocabulary.episode import Segment
 from tests.families import SEEING, SENSING, stock_class
 
 from .conftest import RECORD_AFTER, Bench, ask, generate
-from .test_exactness import TOLERANCE, assert_exact
+from .test_exactness import assert_exact
 from .test_steps import calls
 
 pytestmark = pytest.mark.usefixtures("early_recordings")
@@ -95,7 +95,7 @@ def test_engine_learner_and_peft_agree_and_the_engine_follows_an_update(
         groups = samples(asked, written)
         known = [turns[0] for group in learner.logprobs(groups) for turns in group]
         for segment, logprobs in zip(written, known, strict=True):
-            assert torch.tensor(segment.logprobs).numpy() == pytest.approx(logprobs.numpy(), abs=5 * TOLERANCE)
+            assert torch.tensor(segment.logprobs).numpy() == pytest.approx(logprobs.numpy(), abs=5e-5)
         seen.append([segment.logprobs for segment in written])
         if moment == "before":
             learner.step(groups)

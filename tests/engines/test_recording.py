@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.delta_states import RowStates
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.steps import Steps, feed
 from sensorium.engines.protocol import Sampling
@@ -46,9 +47,13 @@ def few_rows(policy: Policy, rows: int = 3, reach: int = 6) -> SimpleNamespace:
     generator = torch.Generator().manual_seed(3)
     heads = config.num_key_value_heads
     block = torch.randn(config.num_hidden_layers, 2, rows, heads, reach, size, generator=generator)
+    states = RowStates.of(policy.adapter.language_model, policy.dtype, policy.device)
+    states.reserve(rows)
+    for tensor in states.tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
     write_N = torch.arange(rows * heads) * reach + reach - 1
     fed = (torch.arange(rows) + 40, torch.arange(rows) + reach, block, write_N, torch.zeros(rows, 1, 1, reach))
-    return SimpleNamespace(block=block, fed=lambda: fed)
+    return SimpleNamespace(block=block, states=states, fed=lambda: (*fed, *(tensor.clone() for tensor in states.tensors)))
 
 
 def recorded_steps(policy: Policy, batch: Any) -> Steps:

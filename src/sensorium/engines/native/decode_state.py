@@ -6,13 +6,17 @@ Row i of every tensor is row i of the batch. A batch of 5 rows in a bucket of 8 
     table_BP   [ 4 5 6 7 8 0 …] …                  pages of each row; page 0 is scratch, padding rows live there
     shared_B   [256 256 256   0   0   0   0   0]   leading entries that rows of a tile have in common (whole pages)
     tile_first_B, tile_rows_B  [0 3 4 …], [3 1 1 0 …]   rows 0-2 are a tile: their common pages are read once
+    slots_B    [  1   2   3   4   5   0   0   0]   states of delta nets, if there are any; slot 0 is scratch
 
-The step itself advances tokens, positions, lengths and counts, so that steps follow each other without the host.
+The step itself advances tokens, positions, lengths and counts, so that steps follow each other without the host. Steps
+are launched past the end of a response; keys and values beyond it are not read, but a state would be lost. So a row that
+drew a stop token, or as many tokens as ``ends_B`` says, works on slot 0 from then on, and keeps its last token.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +28,23 @@ from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_ops import wide_linear, wide_product
 from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_torch import gated_finely
+from sensorium.models.delta_net import DeltaState, DeltaTokens, advance
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import sent_to
 
 TILE_ROWS = 8  # rows of a group that read their common pages together
-INTEGERS = ("positions", "lengths", "counts", "keys", "greedy", "stop_masked", "top_k", "shared", "tile_first", "tile_rows")
+INTEGERS = (
+    "positions", "lengths", "counts", "keys", "greedy", "stop_masked", "top_k", "slots", "ends", "shared", "tile_first",
+    "tile_rows",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What the host knows of a row when a batch is laid out. ``source`` is where its last token stands on the device."""
+    """What the host knows of a row when a batch is laid out. ``source`` is where its last token stands on the device.
+
+    ``slot`` has its states of delta nets, which it advances until ``end`` tokens are drawn.
+    """
 
     source: int
     position: int
@@ -44,6 +55,8 @@ class RowLayout:
     pages: Sequence[int]
     shared_pages: int
     group: object
+    slot: int = 0
+    end: int = 0
 
 
 class DecodeState:
@@ -80,18 +93,18 @@ class DecodeState:
         for i, row in enumerate(rows):
             sampling = row.sampling
             sources[i] = row.source
-            columns[i][:7] = (
+            columns[i][:9] = (
                 row.position, row.length, row.count, signed64(row.key), int(sampling.temperature == 0),
-                int(not sampling.stop_tokens), min(sampling.top_k, self.vocab_size) or self.vocab_size,
+                int(not sampling.stop_tokens), min(sampling.top_k, self.vocab_size) or self.vocab_size, row.slot, row.end,
             )  # fmt: skip
             floats[i] = [sampling.temperature or 1.0, sampling.top_p]
             table[i, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
         for i in range(len(rows), bucket):
             columns[i][6] = self.vocab_size
         for place, (first, count, shared) in enumerate(_tiles(rows)):
-            columns[place][8:] = (first, count)
+            columns[place][10:] = (first, count)
             for i in range(first, first + count):
-                columns[i][7] = shared
+                columns[i][9] = shared
         self.tokens_B[:bucket] = latest_N[sent_to(self.device, torch.tensor(sources))]
         self.integers_CB[:, :bucket] = sent_to(self.device, torch.tensor(columns)).T
         self.floats_CB[:, :bucket] = sent_to(self.device, torch.tensor(floats, dtype=torch.float64)).T
@@ -110,6 +123,8 @@ class DecodeRows:
     greedy_B: Tensor
     stop_masked_B: Tensor
     top_k_B: Tensor
+    slots_B: Tensor
+    ends_B: Tensor
     shared_B: Tensor
     tile_first_B: Tensor
     tile_rows_B: Tensor
@@ -137,6 +152,15 @@ class DecodeRows:
         self.positions_B.add_(1)
         self.lengths_B.add_(1)
         self.counts_B.add_(1)
+
+    def freeze_ended(self, before_B: Tensor, stop_S: Tensor) -> None:
+        """Send rows that ended to the scratch slot. Those that are there keep the token ``before_B`` they had.
+
+        So a row that drew a stop token is found to have ended also when it is laid out again.
+        """
+        self.tokens_B.copy_(torch.where(self.slots_B == 0, before_B, self.tokens_B))
+        ended_B = (self.tokens_B[:, None] == stop_S).any(1) | (self.counts_B >= self.ends_B)
+        self.slots_B.masked_fill_(ended_B, 0)
 
 
 def read_again(rows: Sequence[RowLayout]) -> int:
@@ -290,6 +314,17 @@ class TorchOps:
         assert isinstance(query, Tensor)
         keys_NKPD, values_NKPD = layer_block.unbind(0)
         return attend(query, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
+
+    def delta(self, net: Any, tokens: DeltaTokens, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
+        """The result [B, 1, G, V] of a delta net for one new token per row; windows and states advance in their slots.
+
+        Several rows may work on slot 0, whose states nobody reads.
+        """
+        before = DeltaState(windows_NWC.index_select(0, slots_B), states_NGKV.index_select(0, slots_B))
+        out_B1GV, after = advance(net, tokens, before)
+        windows_NWC.index_copy_(0, slots_B, after.window_BWC.to(windows_NWC.dtype))
+        states_NGKV.index_copy_(0, slots_B, after.state_BGKV)
+        return out_B1GV
 
     def draw(self, logits_BV: Tensor, rows: DecodeRows, forbidden_F: Tensor, stop_S: Tensor, truncated: bool) -> None:
         """Sample the next token of every row and advance the rows."""

@@ -18,6 +18,7 @@ from sensorium.kernels.device_code import NoDeviceCode
 from sensorium.kernels.fallbacks import fall_back, note_fallback
 from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
 from sensorium.kernels.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile
+from sensorium.models.delta_net import DeltaTokens
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.errors import EngineError
 
@@ -139,11 +140,16 @@ class _RowAttention:
         self._rows, self._pool, self._ops = rows, pool, ops
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
-        block = self._pool.block[layer]
+        block = self._pool.block[self._pool.places[layer]]
         self._ops.write(key_BKTD[:, :, 0], value_BKTD[:, :, 0], self._rows, block)
         batch, heads, _, size = query_BHTD.shape
         out = self._ops.attend(query_BHTD[:, :, 0].contiguous(), self._rows, block, scaling)
         return out.view(batch, 1, heads, size)
+
+    def delta(self, net: Any, tokens: DeltaTokens) -> Tensor:
+        """[B, 1, G, V] of a delta net; the states in the rows' slots advance."""
+        place, states = self._pool.places[net.layer_idx], self._pool.states
+        return self._ops.delta(net, tokens, states.windows[place], states.states[place], self._rows.slots_B)
 
 
 class FusedStep:
@@ -244,7 +250,7 @@ class DecodeRunner:
         self._max_rows = max_rows
         self._fast, self._compile = fast, compile
         self._verified = False
-        self._address = 0
+        self._address: tuple[int, ...] = ()
         self._state = self._make_state(first_pages(max_context, policy.device))
         self._reset()
 
@@ -259,12 +265,15 @@ class DecodeRunner:
         if pages > self._state.pages:
             self._state = self._make_state(1 << (pages - 1).bit_length())
             self._drop_graphs()
-        if self._address != self._pool.block.data_ptr():
+        if self._address != self._pool.address:
             self._drop_graphs()
         self._bucket = bucket_of(len(rows))
         self._truncated = any(row.sampling.top_p < 1 or row.sampling.top_k > 0 for row in rows)
-        self._again = read_again(rows) * self._pool.block[0, :, :1, :, :1].nbytes
+        self._again = read_again(rows) * self._pool.block[:1, :, :1, :, :1].nbytes
         self._state.lay_out(rows, self._bucket, latest_N)
+        if self._pool.states:
+            laid = self._state.view(self._bucket)
+            laid.freeze_ended(laid.tokens_B, self._stop_S)
         if not self._verified:
             self._verify(len(rows), pages)
 
@@ -288,7 +297,7 @@ class DecodeRunner:
     def _drop_graphs(self) -> None:
         """Drop graphs captured for addresses that no longer exist, with their memory pool; new graphs get a new pool."""
         self._graphs: dict[tuple[int, bool, bool], Any] = {}
-        self._address = self._pool.block.data_ptr()
+        self._address = self._pool.address
         self._memory: Any = torch.cuda.graph_pool_handle() if self._policy.device.type == "cuda" else None
 
     def _reset(self) -> None:
@@ -301,7 +310,7 @@ class DecodeRunner:
         self._verified = not self._fast
         if matched:
             self._step = MatchedStep(self._policy)
-        elif self._fast:
+        elif self._fast and not self._pool.states:  # of delta nets there is no fused form: nothing to report
             try:
                 self._step = FusedStep(self._policy, self._ops)
             except UnknownLayer as error:
@@ -320,13 +329,24 @@ class DecodeRunner:
     def _verify(self, count: int, pages: int) -> None:
         """Hold the fast step against the reference on the batch as it is; what both write to the cache is overwritten.
 
-        Rows without numbers fail by themselves and tell nothing; where there are no others, the next batch is taken.
+        States of delta nets, which both would advance, are put back. Rows without numbers fail by themselves and tell
+        nothing; where there are no others, the next batch is taken.
         """
         rows = self._state.view(self._bucket)
         bound = BOUNDS[self._policy.dtype] * (1 if self._policy.matched is None else MATCHED_FACTOR)
         used = replace(rows, table_BP=rows.table_BP[:, :pages])  # plain torch reads the whole table
+        states, slots_B = self._pool.states, rows.slots_B
+        held = [tensor.index_select(0, slots_B) for tensor in states.tensors]
+
+        def put_back() -> None:
+            for tensor, before in zip(states.tensors, held, strict=True):
+                tensor.index_copy_(0, slots_B, before)
+
         expected_BV = StockStep(self._policy, TorchOps()).logits(used, self._pool)[:count].float()
+        put_back()
         sound_B = expected_BV.isfinite().all(1)
+        if states:
+            sound_B &= slots_B[:count] > 0  # rows that ended share the scratch slot
         if not sound_B.any():
             return
         self._verified = True
@@ -337,6 +357,7 @@ class DecodeRunner:
             wrong = "" if error <= bound else f"give logits {error:.2g} off the reference (bound {bound:g} of the largest)"
         except Exception as failure:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
             wrong = f"cannot run here ({type(failure).__name__}: {_first_line(failure)})"
+        put_back()
         if wrong and self._policy.matched is not None:
             raise EngineError(
                 f"model.precision is 'matched', but its layers {wrong}. Use model.precision: fast, and report this."
@@ -353,7 +374,10 @@ class DecodeRunner:
         rows = self._state.view(bucket)
         _, _, self._ops.apart = self._key(bucket)
         logits_BV = self._step.logits(rows, self._pool)
+        before_B = rows.tokens_B.clone() if self._pool.states else rows.tokens_B
         self._ops.draw(logits_BV, rows, self._forbidden_F, self._stop_S, self._truncated)
+        if self._pool.states:
+            rows.freeze_ended(before_B, self._stop_S)
 
     def _graph(self) -> Any:
         """The graph of the batch's bucket, captured on first use; None where that fails."""

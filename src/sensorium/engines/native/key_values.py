@@ -2,27 +2,46 @@
 
 The block is [layers, 2, rows, K, capacity, D] (2: keys and values; K key heads; D head size), so that moving, copying or
 growing rows is one operation for all layers. Entries beyond a row's length hold stale numbers that nothing attends to.
-Axes besides: B rows of a forward, T new tokens, S cache entries seen.
+Gated delta nets have states in place of keys and values (``delta_states``): layer i has the place ``places[i]`` among the
+layers of its kind. Axes besides: B rows of a forward, T new tokens, S cache entries seen.
 """
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from sensorium.engines.native.delta_states import DeltaRows, RowStates, StateSlots, real_lengths
 from sensorium.models.attention import causal_attention, masked_attention
+from sensorium.models.delta_net import DeltaState, DeltaTokens
 from sensorium.models.segment_layout import sent_to
 
 LENGTH_STEP = 64
 
 
 class KVCache:
-    """The block of keys and values. Rows and capacity grow on demand; which row is whose is the engine's business."""
+    """The block of keys and values, and the rows' states of delta nets. Both grow on demand.
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    ``places`` has the place of each layer among those of its kind (default: all are attention). Which row is whose is the
+    engine's business.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        places: Sequence[int] | None = None,
+        states: RowStates | None = None,
+    ) -> None:
         self.block = torch.zeros(layers, 2, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self.places = range(layers) if places is None else places
+        self.states = RowStates() if states is None else states
 
     @property
     def rows(self) -> int:
@@ -42,10 +61,14 @@ class KVCache:
     def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> "FreshAttention | CachedAttention":
         """Attention of ``new`` tokens of the rows from ``first`` on, after ``held`` cached ones (of all, or of none)."""
         if not held[0]:
-            return FreshAttention(self, first)
+            return FreshAttention(self, first, new)
         held_B, width = torch.tensor(held, device=self.block.device), max(new)
         bias_B1TS = causal_bias(self, held_B, width, max(held) + width)
-        return CachedAttention(self.block, write_places(self, first, held_B, width), bias_B1TS, first)
+        rows, lengths_B = slice(first, first + len(new)), real_lengths(new, self.block.device)
+        deltas = DeltaRows(self.states, self.places, rows, lengths_B=lengths_B)
+        return CachedAttention(
+            self.block, write_places(self, first, held_B, width), bias_B1TS, first, places=self.places, deltas=deltas
+        )
 
     def reserve(self, rows: int, length: int) -> bool:
         """Make room for that many rows and tokens; True if the block was reallocated. It grows by at least half."""
@@ -59,6 +82,7 @@ class KVCache:
         grown = self.block.new_zeros(layers, two, rows, kv_heads, old_length, head_dim)
         grown[:, :, : self.rows, :, : self.capacity] = self.block
         self.block = grown
+        self.states.reserve(rows)
         return True
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
@@ -68,14 +92,16 @@ class KVCache:
         source, target = (torch.tensor(rows, device=self.block.device) for rows in (sources, targets))
         used = self.block[:, :, :, :, :length]
         used.index_copy_(2, target, used.index_select(2, source))
+        self.states.copy(sources, targets)
 
     def take(self, row: int, length: int) -> Tensor:
         """The keys and values of a row, as a tensor of their own: [layers, 2, K, length, D]."""
         return self.block[:, :, row, :, :length].clone()
 
-    def put(self, row: int, kept: Tensor, length: int) -> None:
-        """Copy the first ``length`` tokens of stored keys and values into a row."""
+    def put(self, row: int, kept: Tensor, length: int, states: Sequence[DeltaState] = ()) -> None:
+        """Copy the first ``length`` tokens of stored keys and values, and the states after them, into a row."""
         self.block[:, :, row, :, :length] = kept[:, :, :, :length]
+        self.states.put(row, states)
 
 
 class FreshAttention:
@@ -84,16 +110,23 @@ class FreshAttention:
     Rows may be padded on the right: no real token sees the padding; what it leaves in the cache is overwritten or masked.
     """
 
-    def __init__(self, cache: KVCache, first: int) -> None:
-        self.block = cache.block
+    def __init__(self, cache: KVCache, first: int, new: Sequence[int]) -> None:
+        self.block, self.places = cache.block, cache.places
         self.first = first
+        rows, lengths_B = slice(first, first + len(new)), real_lengths(new, cache.device)
+        self._deltas = DeltaRows(cache.states, cache.places, rows, fresh=True, lengths_B=lengths_B)
 
     def __call__(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float) -> Tensor:
         rows = slice(self.first, self.first + key_BKTD.shape[0])
         length = key_BKTD.shape[2]
-        self.block[layer, 0, rows, :, :length] = key_BKTD
-        self.block[layer, 1, rows, :, :length] = value_BKTD
+        block = self.block[self.places[layer]]
+        block[0, rows, :, :length] = key_BKTD
+        block[1, rows, :, :length] = value_BKTD
         return masked_attention(query_BHTD, key_BKTD, value_BKTD, scaling, None)
+
+    def delta(self, net: Any, tokens: DeltaTokens) -> Tensor:
+        """[B, T, G, V] of a delta net; the rows' states are those after the new tokens."""
+        return self._deltas(net, tokens)
 
 
 class CachedAttention:
@@ -101,10 +134,21 @@ class CachedAttention:
 
     ``write_N`` are the places of the new keys, by row, key head and token, in the block seen as a list of heads;
     ``bias_B1TS`` is 0 for the entries a token sees and -inf for the others; its width is how far the cache is read.
+    ``places``: as in ``KVCache``.
     """
 
-    def __init__(self, block: Tensor, write_N: Tensor, bias_B1TS: Tensor, first: int = 0) -> None:
+    def __init__(
+        self,
+        block: Tensor,
+        write_N: Tensor,
+        bias_B1TS: Tensor,
+        first: int = 0,
+        *,
+        places: Sequence[int] | None = None,
+        deltas: DeltaRows | None = None,
+    ) -> None:
         self.block = block
+        self.places, self._deltas = range(len(block)) if places is None else places, deltas
         self.write_N = write_N
         self.bias_B1TS = bias_B1TS
         self.first = first
@@ -113,7 +157,8 @@ class CachedAttention:
         batch, reach = query_BHTD.shape[0], self.bias_B1TS.shape[-1]
         # Plain numbers, also while it is being recorded: only rows and reach change from call to call.
         heads, new, size, kv_heads = (int(n) for n in (*query_BHTD.shape[1:], key_BKTD.shape[1]))
-        keys, values = self.block[layer, 0], self.block[layer, 1]
+        place = self.places[layer]
+        keys, values = self.block[place, 0], self.block[place, 1]
         keys.view(-1, size).index_copy_(0, self.write_N, key_BKTD.reshape(-1, size))
         values.view(-1, size).index_copy_(0, self.write_N, value_BKTD.reshape(-1, size))
         # Query heads that share a key head become queries of that head: keys and values are never repeated.
@@ -127,6 +172,11 @@ class CachedAttention:
             scale=scaling,
         )
         return out.reshape(batch, heads, new, size).transpose(1, 2)
+
+    def delta(self, net: Any, tokens: DeltaTokens) -> Tensor:
+        """[B, T, G, V] of a delta net; the rows' states advance over the new tokens."""
+        assert self._deltas is not None
+        return self._deltas(net, tokens)
 
 
 def write_places(cache: KVCache, first: int, lengths_B: Tensor, new: int) -> Tensor:
@@ -157,12 +207,31 @@ SPARE = 1 / 8  # of the pages made ahead: rollouts differ a little in what they 
 
 
 class PagePool:
-    """The pages, how many rows hold each, and which are free."""
+    """The pages, how many rows hold each, and which are free; and the slots of the rows' states of delta nets.
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    ``places``: as in ``KVCache``.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        places: Sequence[int] | None = None,
+        states: StateSlots | None = None,
+    ) -> None:
         self.block = torch.zeros(layers, 2, 1, kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+        self.places = range(layers) if places is None else places
+        self.states = StateSlots() if states is None else states
         self._holders = [1]
         self._free: list[int] = []
+
+    @property
+    def address(self) -> tuple[int, ...]:
+        """Where everything lies in memory; it moves when it grows."""
+        return tuple(tensor.data_ptr() for tensor in (self.block, *self.states.tensors))
 
     @property
     def held(self) -> int:
@@ -256,13 +325,23 @@ class PagedPrefill:
     Rows may be padded on the right: no real token sees the padding, which is written to the scratch page.
     """
 
-    def __init__(self, pool: PagePool, pages: Sequence[Sequence[int]], held: Sequence[int], new: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        pages: Sequence[Sequence[int]],
+        held: Sequence[int],
+        new: Sequence[int],
+        slots: Sequence[int] = (),
+    ) -> None:
         device, width = pool.block.device, max(new)
         seen = max(held) + width
         table_BP = page_table(pages, seen)
         place_BT = torch.tensor(held)[:, None] + torch.arange(width)
         padding_BT = torch.arange(width) >= torch.tensor(new)[:, None]
-        self._block = pool.block
+        self._block, self._places = pool.block, pool.places
+        slots_B = sent_to(device, torch.tensor(list(slots), dtype=torch.int64))
+        lengths_B = real_lengths(new, device)
+        self._deltas = DeltaRows(pool.states, pool.places, slots_B, fresh=not any(held), lengths_B=lengths_B)
         page_N = table_BP.gather(1, place_BT // PAGE).masked_fill_(padding_BT, 0).flatten()
         self._page_N, self._offset_N = sent_to(device, page_N), sent_to(device, (place_BT % PAGE).flatten())
         self._table_BP = sent_to(device, table_BP) if any(held) else None
@@ -278,9 +357,13 @@ class PagedPrefill:
         keys, values = (gathered(part, self._table_BP, self._ends_B)[:, :, :seen] for part in (keys_NKPD, values_NKPD))
         return masked_attention(query_BHTD, keys, values, scaling, self._mask_B1TS)
 
+    def delta(self, net: Any, tokens: DeltaTokens) -> Tensor:
+        """[B, T, G, V] of a delta net; the states in the rows' slots advance over the new tokens."""
+        return self._deltas(net, tokens)
+
     def store(self, layer: int, key_BKTD: Tensor, value_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens' keys and values to their pages; all pages of the layer."""
-        keys_NKPD, values_NKPD = self._block[layer].unbind(0)
+        keys_NKPD, values_NKPD = self._block[self._places[layer]].unbind(0)
         for pages_NKPD, new_BKTD in ((keys_NKPD, key_BKTD), (values_NKPD, value_BKTD)):
             write_tokens(new_BKTD.transpose(1, 2).flatten(0, 1), pages_NKPD, self._page_N, self._offset_N)
         return keys_NKPD, values_NKPD

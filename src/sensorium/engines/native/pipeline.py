@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_state import RowLayout
+from sensorium.engines.native.delta_states import StateSlots
 from sensorium.engines.native.graphs import DecodeRunner, MatchedPrefill, bucket_of
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool
 from sensorium.engines.native.prefill import SharedContext, prefill
@@ -25,8 +26,10 @@ from sensorium.engines.native.prefix_cache import PrefixEntry, StoredKV
 from sensorium.engines.native.response_rows import Row
 from sensorium.engines.native.sampler import SamplingRows, sample, signed64, uniforms
 from sensorium.engines.native.writer import AHEAD_TOKENS, RESERVE_AHEAD, Writer, joining, prompts_ahead
+from sensorium.engines.protocol import FinishReason, Response
 from sensorium.engines.scheduler import Job
 from sensorium.kernels.matched_ops import MatchedOps
+from sensorium.models.delta_net import DeltaState
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import sent_to
 from sensorium.vocabulary.errors import EngineError
@@ -35,10 +38,11 @@ LAG = 2
 
 
 class PagedRow(Row):
-    """A row whose keys and values are in pages.
+    """A row whose keys and values are in pages, and its states of delta nets in a slot.
 
     ``launched`` tokens were asked of the device, the first of them at its prefill; ``tokens`` are those read so far.
-    ``group`` is the same object for rows that share the first ``shared_pages`` pages.
+    ``group`` is the same object for rows that share the first ``shared_pages`` pages. ``context_states`` are the states
+    after its context, if the response may end where the device does not see it.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class PagedRow(Row):
         self.group = group
         self.pages = pages
         self.shared_pages = self.length // PAGE
+        self.slot = 0
+        self.context_states: tuple[DeltaState, ...] = ()
         self.launched = 1
         self.source = 0
 
@@ -88,7 +94,13 @@ class PagedRow(Row):
             pages=self.pages,
             shared_pages=self.shared_pages,
             group=self.group,
+            slot=self.slot,
+            end=self.before + self.budget,
         )
+
+    def ended_on_device(self, finish: FinishReason) -> bool:
+        """Whether the device saw the response end, and left its states as they were then. It does not see stop strings."""
+        return finish == "length" or self.tokens[-1] in self._stop_ids
 
 
 @dataclass
@@ -109,20 +121,22 @@ class _Launch:
 class _PrefillRows:
     """The rows of a prefill as ``prefill`` takes them."""
 
-    def __init__(self, pool: PagePool, pages: Sequence[list[int]], matched: MatchedOps | None) -> None:
-        self._pool, self._pages, self._matched = pool, pages, matched
+    def __init__(self, pool: PagePool, rows: Sequence["PagedRow"], matched: MatchedOps | None) -> None:
+        self._pool, self._matched = pool, matched
+        self._pages, self._slots = [row.pages for row in rows], [row.slot for row in rows]
         self.device = pool.block.device
 
-    def put(self, row: int, stored: Tensor, length: int) -> None:
-        """Copy stored keys and values into a row."""
+    def put(self, row: int, stored: Tensor, length: int, states: Sequence[DeltaState]) -> None:
+        """Copy stored keys, values and states into a row."""
         self._pool.put(self._pages[row], stored, length)
+        self._pool.states.put(self._slots[row], states)
 
     def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> PagedPrefill:
         """Attention of new tokens of rows from ``first`` on."""
         pages = self._pages[first : first + len(held)]
         if self._matched is not None:
             return MatchedPrefill(self._pool, pages, held, new, self._matched)
-        return PagedPrefill(self._pool, pages, held, new)
+        return PagedPrefill(self._pool, pages, held, new, self._slots[first : first + len(held)])
 
 
 class PagedWriter(Writer):
@@ -140,7 +154,10 @@ class PagedWriter(Writer):
     ) -> None:
         super().__init__(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=False)
         block = self._cache.block
-        self._pool = PagePool(block.shape[0], block.shape[3], block.shape[5], block.dtype, block.device)
+        states = StateSlots(self._cache.states.windows, self._cache.states.states)
+        self._pool = PagePool(
+            block.shape[0], block.shape[3], block.shape[5], block.dtype, block.device, self._cache.places, states
+        )
         self._runner = DecodeRunner(
             policy, self._pool, self._forbidden_F, self._stop_S, max_rows,
             fast=record, max_context=self._max_context, compile=compile,
@@ -178,7 +195,7 @@ class PagedWriter(Writer):
     def forget(self, version: int) -> None:
         """Drop everything made with other weights; no response may be open."""
         for row in self._rows:
-            self._pool.release(row.pages)
+            self._give_back(row)
         super().forget(version)
         self._under_way.clear()
         self._laid, self._stale = [], True
@@ -196,14 +213,25 @@ class PagedWriter(Writer):
             future = row.job.future
             self._jobs.pop(row.job.request.thread, None)
             if row.job.keep and not future.cancelled() and future.exception() is None:
-                prefix = row.prefix_after(future.result().segment.key)
-                stored = StoredKV(prefix, row.cached, self._pool.take(row.pages, row.cached))
-                self._prefix_cache.put(row.job.request.thread, stored)
-            self._pool.release(row.pages)
+                self._prefix_cache.put(row.job.request.thread, self._stored(row, future.result()))
+            self._give_back(row)
         if gone:
             # The batch stays as the device has it until it fits a smaller bucket: what rows that left still draw is
             # dropped, and their pages are given to nobody before the batch is laid out anew.
             self._rows = [row for row in self._rows if not row.job.future.done()]
+
+    def _stored(self, row: PagedRow, response: Response) -> StoredKV:
+        """The thread after a response. Where steps took its states past the end, only the context can be continued."""
+        if self._pool.states and not row.ended_on_device(response.finish):
+            return StoredKV(row.prefix, row.length, self._pool.take(row.pages, row.length), states=row.context_states)
+        prefix = row.prefix_after(response.segment.key)
+        block, states = self._pool.take(row.pages, row.cached), self._pool.states.take(row.slot)
+        return StoredKV(prefix, row.cached, block, states=states)
+
+    def _give_back(self, row: PagedRow) -> None:
+        """A row that leaves, or only had its prompt computed, gives back its pages and its slot."""
+        self._pool.release(row.pages)
+        self._pool.states.release(row.slot)
 
     # Joining.
 
@@ -220,14 +248,17 @@ class PagedWriter(Writer):
             return False
         groups = [self._group(entry) for entry in entries]
         self._pool.reserve(*_pages_of(groups, self._rows, waiting, self._max_rows, self._max_context))
+        now, all_rows = sum(map(len, groups)), min(self._max_rows, len(self._rows) + len(jobs) + len(waiting))
+        self._pool.states.reserve(max(now, all_rows - len(self._rows)))
         for group in groups:
             group[0].pages = self._pool.allocate(group[0].pages_needed())
-        laid = _PrefillRows(self._pool, [group[0].pages for group in groups], self._policy.matched)
+            group[0].slot = self._pool.states.allocate()
+        laid = _PrefillRows(self._pool, [group[0] for group in groups], self._policy.matched)
         hidden_NH = prefill(self._policy, laid, entries, 0, features, self.counters)
         self._store_paged_prompts(entries, groups, hidden_NH)
         for entry, group in zip(entries, groups, strict=True):
             if entry.key not in keys:
-                self._pool.release(group[0].pages)
+                self._give_back(group[0])
         joined = [i for i, entry in enumerate(entries) if entry.key in keys]
         if not joined:
             return False
@@ -243,16 +274,17 @@ class PagedWriter(Writer):
 
     def _ahead(self, waiting: Sequence[Job], known: Collection[object]) -> list[SharedContext]:
         """Prompts of waiting jobs that are neither known nor stored, as many as may be computed before their time."""
-        room = AHEAD_TOKENS
+        room, states = AHEAD_TOKENS, 0
         if self._prefix_cache.bound is not None:
-            a_token = self._pool.block[:, :, :1].nbytes // PAGE
+            a_token = max(1, self._pool.block[:, :, :1].nbytes // PAGE)
             room = min(room, (self._prefix_cache.bound - self._prefix_cache.held) // a_token)
+            states = self._pool.states.row_bytes // a_token  # of a prompt take as much as so many tokens
         found: list[SharedContext] = []
         for key, job in prompts_ahead(waiting).items():
             if key in known or key in self._prefix_cache:
                 continue
             for entry in self._entries([job]):
-                room -= entry.prefix[-1].length
+                room -= entry.prefix[-1].length + states
                 if room < 0:
                     return found
                 found.append(entry)
@@ -263,19 +295,27 @@ class PagedWriter(Writer):
         return [PagedRow(job, *given, []) for job in entry.jobs]
 
     def _follow(self, groups: Sequence[Sequence[PagedRow]]) -> None:
-        """Members after the first share the full pages of the prompt and copy the one it ends in."""
+        """Members after the first share the full pages of the prompt and copy the one it ends in, and its states."""
         sources: list[int] = []
         targets: list[int] = []
+        slots: list[tuple[int, int]] = []
         for leader, *others in groups:
             shared = leader.pages[: leader.shared_pages]
             for row in others:
                 self._pool.share(shared)
                 own = self._pool.allocate(row.pages_needed() - len(shared))
                 row.pages = [*shared, *own]
+                row.slot = self._pool.states.allocate()
+                slots.append((leader.slot, row.slot))
                 if row.length % PAGE:
                     sources.append(leader.pages[len(shared)])
                     targets.append(own[0])
+            if any(row.sampling.stop for row in (leader, *others)):
+                kept = self._pool.states.take(leader.slot)
+                for row in (leader, *others):
+                    row.context_states = kept
         self._pool.copy(sources, targets)
+        self._pool.states.copy([leader for leader, _ in slots], [own for _, own in slots])
 
     def _store_paged_prompts(
         self, entries: Sequence[SharedContext], groups: Sequence[Sequence[PagedRow]], hidden_NH: Tensor
@@ -284,8 +324,8 @@ class PagedWriter(Writer):
         for i, (entry, group) in enumerate(zip(entries, groups, strict=True)):
             if entry.shareable and entry.suffix is not None:
                 length = entry.prefix[-1].length
-                block = self._pool.take(group[0].pages, length)
-                self._prefix_cache.put(entry.key, StoredKV(entry.prefix, length, block, hidden_NH[i].clone()))
+                block, states = self._pool.take(group[0].pages, length), self._pool.states.take(group[0].slot)
+                self._prefix_cache.put(entry.key, StoredKV(entry.prefix, length, block, hidden_NH[i].clone(), states))
 
     def _first_draw(self, rows: Sequence[PagedRow], logits_BV: Tensor) -> None:
         device = logits_BV.device

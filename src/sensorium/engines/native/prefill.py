@@ -12,6 +12,7 @@ from sensorium.data.lru import LRU
 from sensorium.engines.native.prefix_cache import PrefixEntry, StoredKV, UncachedSuffix, plan
 from sensorium.engines.scheduler import Job
 from sensorium.models.attention import Attention
+from sensorium.models.delta_net import DeltaState
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, sent_to
 from sensorium.vocabulary.content import Media
@@ -79,7 +80,7 @@ class PrefillRows(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def put(self, row: int, stored: Tensor, length: int) -> None: ...
+    def put(self, row: int, stored: Tensor, length: int, states: Sequence[DeltaState]) -> None: ...
 
     def attention(self, first: int, held: Sequence[int], new: Sequence[int]) -> Attention: ...
 
@@ -109,9 +110,12 @@ class SharedContext:
     @classmethod
     def plan(cls, policy: Policy, job: Job, key: object, stored: StoredKV | None) -> "SharedContext":
         """What a request's context needs, given what was stored of its thread or prompt."""
-        if stored is not None and stored.hidden_H is not None:
+        if stored is None:
+            suffix = plan(policy, job.context)
+            return cls(key, suffix.prefix, suffix, None, [job])
+        if stored.hidden_H is not None and len(stored.prefix) == len(job.context):
             return cls(key, stored.prefix, None, stored, [job])
-        suffix = plan(policy, job.context, stored.prefix, stored.length) if stored else plan(policy, job.context)
+        suffix = plan(policy, job.context, stored.prefix, stored.length, whole=bool(stored.states))
         return cls(key, suffix.prefix, suffix, stored if suffix.held else None, [job])
 
     @property
@@ -142,7 +146,8 @@ def prefill(
     """Compute entry i (sorted by ``work``) in cache row ``first + i``; the hidden state of each context's last token."""
     for i, entry in enumerate(entries):
         if entry.stored is not None:
-            cache.put(first + i, entry.stored.block, entry.suffix.held if entry.suffix else entry.stored.length)
+            held = entry.suffix.held if entry.suffix else entry.stored.length
+            cache.put(first + i, entry.stored.block, held, entry.stored.states)
     suffixes = [entry.suffix for entry in entries if entry.suffix is not None]
     hidden = []
     for start, chunk in _chunks(suffixes):

@@ -6,7 +6,9 @@ Example. A thread had a prompt of 10 tokens and got a response of 3. The last sa
     context: [prompt, response, observation of 4 tokens]
     plan:    held = 12; to compute: the last token of the response and the 4 new ones, 5 tokens at positions 12 to 16
 
-Had the response been rewritten, only the prompt would match: held = 10, and everything after it is computed.
+Had the response been rewritten, only the prompt would match: held = 10, and everything after it is computed. Not so in a
+model with gated delta nets: its state is that after all 12 tokens. If it cannot continue from there, it continues from the
+state that was stored of the prompt alone, or computes the whole context.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sensorium.data.lru import LRU
+from sensorium.models.delta_net import DeltaState
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement, Slot
 from sensorium.vocabulary.content import Media
@@ -44,12 +47,19 @@ class StoredKV:
 
     ``block`` has ``length`` tokens. After a response that is one less than in ``prefix``: the last sampled token was
     never fed. A prompt is stored with ``hidden_H`` of its last token, so that the next request computes nothing of it.
+    ``states`` are those of delta nets after exactly ``length`` tokens, in models that have some.
     """
 
     prefix: tuple[PrefixEntry, ...]
     length: int
     block: Tensor
     hidden_H: Tensor | None = None
+    states: tuple[DeltaState, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys, values and states."""
+        return self.block.nbytes + sum(one.window_BWC.nbytes + one.state_BGKV.nbytes for one in self.states)
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,18 @@ def context_key(context: Sequence[Segment]) -> tuple[tuple[str, int], ...]:
     return tuple((segment.key, len(segment.tokens)) for segment in context)
 
 
-def plan(policy: Policy, context: Sequence[Segment], prefix: Sequence[PrefixEntry] = (), held: int = 0) -> UncachedSuffix:
-    """What is left to compute of a context when ``held`` tokens of a thread with segments ``prefix`` are cached."""
+def plan(
+    policy: Policy, context: Sequence[Segment], prefix: Sequence[PrefixEntry] = (), held: int = 0, *, whole: bool = False
+) -> UncachedSuffix:
+    """What is left to compute of a context when ``held`` tokens of a thread with segments ``prefix`` are cached.
+
+    ``whole``: all of these tokens are used or none, for what is cached includes a state after the last of them.
+    """
+    suffix = _plan(policy, context, prefix, held)
+    return _plan(policy, context, (), 0) if whole and suffix.held != held else suffix
+
+
+def _plan(policy: Policy, context: Sequence[Segment], prefix: Sequence[PrefixEntry], held: int) -> UncachedSuffix:
     same = _common_segments(prefix, context)
     held = min(held, prefix[same - 1].length if same else 0)
     if same == len(context) and same:
@@ -109,4 +129,4 @@ class PrefixCache(LRU[Hashable, StoredKV]):
     """Stored keys and values, by thread name or context key, within a bound on bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(limit_bytes, lambda stored: stored.block.nbytes)
+        super().__init__(limit_bytes, lambda stored: stored.nbytes)

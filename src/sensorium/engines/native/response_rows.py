@@ -110,7 +110,7 @@ class Batch:
             table, device=device
         ).unbind(0)
         self._uniforms_TB = torch.empty(0, len(rows), dtype=torch.float64)
-        self.block = cache.block
+        self.block, self.states = cache.block, cache.states
         self.reach = max(table[2]) + 1
         self.write_N = write_places(cache, 0, lengths_B, 1)
         self.bias_B11S = causal_bias(cache, lengths_B, 1, cache.capacity)
@@ -119,7 +119,8 @@ class Batch:
 
     def fed(self) -> tuple[Tensor, ...]:
         """What ``steps.feed`` takes."""
-        return self.tokens_B, self.positions_B, self.block, self.write_N, self.bias_B11S[..., : self.reach]
+        bias_B11S = self.bias_B11S[..., : self.reach]
+        return self.tokens_B, self.positions_B, self.block, self.write_N, bias_B11S, *self.states.tensors
 
     def drawn(self) -> tuple[Tensor, ...]:
         """What ``steps.draw`` takes besides logits and sampling parameters."""

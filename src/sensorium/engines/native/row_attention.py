@@ -152,8 +152,8 @@ def _trial(batch: int, layer_block: Tensor) -> tuple[DecodeRows, Tensor]:
     floats_B = torch.ones(batch, dtype=torch.float64, device=device)
     rows = DecodeRows(
         tokens_B=zeros_B, positions_B=zeros_B, lengths_B=lengths_B, counts_B=zeros_B,
-        keys_B=zeros_B, greedy_B=zeros_B, stop_masked_B=zeros_B, top_k_B=zeros_B, shared_B=zeros_B, tile_first_B=zeros_B,
-        tile_rows_B=zeros_B, table_BP=table_BP, temperature_B=floats_B, top_p_B=floats_B,
-        packed_3B=floats_B[None].expand(3, -1),
+        keys_B=zeros_B, greedy_B=zeros_B, stop_masked_B=zeros_B, top_k_B=zeros_B, slots_B=zeros_B, ends_B=zeros_B,
+        shared_B=zeros_B, tile_first_B=zeros_B, tile_rows_B=zeros_B, table_BP=table_BP,
+        temperature_B=floats_B, top_p_B=floats_B, packed_3B=floats_B[None].expand(3, -1),
     )  # fmt: skip
     return rows, block

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sensorium.engines.native.delta_states import DeltaRows, RowStates, layer_places
 from sensorium.engines.native.key_values import CachedAttention
 from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
@@ -181,10 +182,21 @@ RECORD_AFTER = 32
 
 
 def feed(
-    policy: Policy, tokens_B: Tensor, positions_B: Tensor, block: Tensor, write_N: Tensor, bias_B11S: Tensor
+    policy: Policy,
+    tokens_B: Tensor,
+    positions_B: Tensor,
+    block: Tensor,
+    write_N: Tensor,
+    bias_B11S: Tensor,
+    *states: Tensor,
 ) -> Tensor:
-    """Feed one token per row, its keys and values to the cache; the logits of the next."""
-    attention = CachedAttention(block, write_N, bias_B11S)
+    """Feed one token per row, its keys and values to the cache; the logits of the next.
+
+    ``states``: windows and states of delta nets (``RowStates.tensors``), which advance by the token.
+    """
+    places, nets = layer_places(policy.adapter.language_model), len(states) // 2
+    deltas = DeltaRows(RowStates(states[:nets], states[nets:]), places, slice(0, tokens_B.shape[0]))
+    attention = CachedAttention(block, write_N, bias_B11S, places=places, deltas=deltas)
     positions_3B1 = positions_B[None, :, None].expand(3, -1, 1)
     hidden_B1H = policy.language(tokens_B[:, None], positions_3B1, attention, stock=policy.matched is None)
     return policy.logits(hidden_B1H[:, -1])
@@ -229,7 +241,7 @@ class Steps:
         """The logits after every row's last token, until the next call."""
         self._fed += 1
         if self._record and self._fed == RECORD_AFTER:
-            self._record_feed(batch.block)
+            self._record_feed(batch.block, batch.states)
         if self._feed is None:
             return feed(self._policy, *batch.fed())
         return self._feed(*batch.fed())
@@ -264,9 +276,9 @@ class Steps:
         """The parts that a decode step computes with."""
         return self._policy.adapter.language_model, self._policy.adapter.head
 
-    def _record_feed(self, block: Tensor) -> None:
+    def _record_feed(self, block: Tensor, states: RowStates) -> None:
         """A recording of ``feed``, if it can be recorded."""
-        trials = [feed_trial(block, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2), (32, 9))]
+        trials = [feed_trial(block, states, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2), (32, 9))]
         try:
             self._feed, self.refusal = record(partial(feed, self._policy), trials, self._modules), None
         except CannotRecord as error:
@@ -284,14 +296,18 @@ class Steps:
             return None
 
 
-def feed_trial(block: Tensor, rows: int, reach: int) -> Inputs:
+def feed_trial(block: Tensor, states: RowStates, rows: int, reach: int) -> Inputs:
     """Inputs of ``feed`` for so many rows, with a small cache of their own."""
     layers, two, _, kv_heads, _, size = block.shape
-    shape = (layers, two, rows, kv_heads, reach, size)
-    small = torch.linspace(-1, 1, math.prod(shape), dtype=block.dtype).view(shape)
+    small = _ramp(block, layers, two, rows, kv_heads, reach, size)
     tokens_B, positions_B = torch.arange(rows) + 7 * (rows % 32), torch.arange(rows) + reach
     write_N = torch.arange(rows * kv_heads) * reach + reach - 1
-    return tokens_B, positions_B, small, write_N, block.new_zeros(rows, 1, 1, reach)
+    held = [_ramp(tensor, rows, *tensor.shape[1:]) for tensor in states.tensors]
+    return tokens_B, positions_B, small, write_N, block.new_zeros(rows, 1, 1, reach), *held
+
+
+def _ramp(like: Tensor, *shape: int) -> Tensor:
+    return torch.linspace(-1, 1, math.prod(shape), dtype=like.dtype).view(shape)
 
 
 def _warn(text: str) -> None:

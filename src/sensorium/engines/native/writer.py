@@ -18,6 +18,7 @@ from math import isnan
 import torch
 from torch import Tensor
 
+from sensorium.engines.native.delta_states import RowStates, layer_places
 from sensorium.engines.native.key_values import KVCache
 from sensorium.engines.native.prefill import FeatureCache, SharedContext, check_features, prefill
 from sensorium.engines.native.prefix_cache import PrefixCache, StoredKV, context_key
@@ -131,7 +132,12 @@ class Writer:
         self._policy = policy
         self._max_rows = max_rows
         self._max_context = max_context or config.max_position_embeddings
-        self._cache = KVCache(config.num_hidden_layers, config.num_key_value_heads, head_dim, policy.dtype, policy.device)
+        model = policy.adapter.language_model
+        states = RowStates.of(model, policy.dtype, policy.device)
+        layers = len(model.layers) - len(states.windows)
+        self._cache = KVCache(
+            layers, config.num_key_value_heads, head_dim, policy.dtype, policy.device, layer_places(model), states
+        )
         self._features = FeatureCache(policy, keep_bytes)
         self._prefix_cache = PrefixCache(keep_bytes)
         self._steps = Steps(policy, record)
@@ -246,7 +252,8 @@ class Writer:
         self._jobs.pop(row.job.request.thread, None)
         if row.job.keep and not future.cancelled() and future.exception() is None:
             prefix = row.prefix_after(future.result().segment.key)
-            self._prefix_cache.put(row.job.request.thread, StoredKV(prefix, row.cached, self._cache.take(i, row.cached)))
+            stored = StoredKV(prefix, row.cached, self._cache.take(i, row.cached), states=self._cache.states.take(i))
+            self._prefix_cache.put(row.job.request.thread, stored)
 
     # Joining.
 
@@ -281,9 +288,7 @@ class Writer:
                 if key in entries:
                     entries[key].jobs.append(job)
                     continue
-                entry = SharedContext.plan(
-                    self._policy, job, key, self._prefix_cache.pop(request.thread) or self._prefix_cache.get(key)
-                )
+                entry = self._planned(job, key)
                 if entry.prefix[-1].length >= self._max_context:
                     raise EngineError(
                         f"the context of '{request.name}' has {entry.prefix[-1].length} tokens and this engine holds "
@@ -293,6 +298,17 @@ class Writer:
             except Exception as error:
                 job.fail(error)
         return list(entries.values())
+
+    def _planned(self, job: Job, key: Hashable) -> SharedContext:
+        """What the job's context needs, given what is stored of its thread or of its prompt."""
+        own = self._prefix_cache.pop(job.request.thread)
+        entry = SharedContext.plan(self._policy, job, key, own or self._prefix_cache.get(key))
+        if not self._cache.states or entry.stored is not None:
+            return entry
+        # Of a thread that goes another way than its state, the prompt may be stored.
+        keys = (context_key(job.context[:count]) for count in range(len(job.context), 0, -1))
+        stored = next((found for one in keys if (found := self._prefix_cache.get(one)) is not None), None)
+        return entry if stored is None else SharedContext.plan(self._policy, job, key, stored)
 
     def _with_features(self, entries: Sequence[SharedContext]) -> tuple[list[SharedContext], Mapping[Media, Features]]:
         """Entries whose media have features that fit, by work; the others fail. One tower pass for what is new."""
@@ -313,8 +329,8 @@ class Writer:
         for i, entry in enumerate(entries):
             if entry.shareable and entry.suffix is not None:
                 length = entry.prefix[-1].length
-                stored = StoredKV(entry.prefix, length, self._cache.take(first + i, length), hidden_NH[i].clone())
-                self._prefix_cache.put(entry.key, stored)
+                block, states = self._cache.take(first + i, length), self._cache.states.take(first + i)
+                self._prefix_cache.put(entry.key, StoredKV(entry.prefix, length, block, hidden_NH[i].clone(), states))
 
     # Feeding and drawing.
 
