@@ -19,9 +19,8 @@ from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
 from sensorium.data.video import decode_video
 from sensorium.rewards.terms import timestamp_format
-from sensorium.systems.caprl.caption_rows import CaptionRows
+from sensorium.systems.caprl.caption_rows import CaptionRows, question_of
 from sensorium.systems.caprl.generated import CaptionedShapes, CaptionReading
-from sensorium.systems.caprl.questions import question_of
 from sensorium.systems.caprl.terms import Reading
 from sensorium.vocabulary.decoding import FrameRule, VideoParameters
 from sensorium.vocabulary.errors import MediaError, TaskError

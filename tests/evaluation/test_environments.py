@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from sensorium.evaluation.comparison import compare_folders
+from sensorium.cli.compare import compare_folders
 from sensorium.evaluation.evaluate import evaluate_into
 from sensorium.evaluation.folder import EvaluationFolder
 from sensorium.runs.episodes import task_from_json

@@ -13,7 +13,7 @@ from sensorium.recipe.schema import JudgeEndpointSection, JudgesSection
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.terms import TokenLength, timestamp_format
-from sensorium.systems.caprl.questions import (
+from sensorium.systems.caprl.caption_rows import (
     CANNOT,
     CAPRL_CANNOT,
     CaptionQuestion,

@@ -10,8 +10,7 @@ from sensorium.recipe.load import load_recipe
 from sensorium.runs.episodes import TRANSCRIPTS
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.services.model_host import ModelHost
-from sensorium.services.model_service import ModelService, make_model_app
+from sensorium.services.model_service import ModelHost, ModelService, make_model_app
 from sensorium.systems.caprl.service import make_reward_app
 from sensorium.trainer.run import train
 

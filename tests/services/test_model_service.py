@@ -27,8 +27,7 @@ from sensorium.engines.protocol import Request, Sampling, response_key
 from sensorium.models.load import load_policy
 from sensorium.services.application import refuse_open
 from sensorium.services.chat import WrittenText
-from sensorium.services.model_host import ModelHost
-from sensorium.services.model_service import ModelService, make_model_app
+from sensorium.services.model_service import ModelHost, ModelService, make_model_app
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import RecipeError
 

@@ -30,7 +30,7 @@ from sensorium.rewards.reward_term import RewardContext
 from sensorium.services.application import Refusal
 from sensorium.services.chat import ChatRequest, conversation
 from sensorium.services.model_workers import ModelWorker, ModelWorkers, free_port
-from sensorium.systems.caprl.questions import question_of
+from sensorium.systems.caprl.caption_rows import question_of
 from sensorium.systems.caprl.remote import RemoteReward
 from sensorium.systems.caprl.serve_reward import configure, judges_section, unused_variables, workers_of
 from sensorium.systems.caprl.service import RewardService, RewardSettings, make_reward_app, response_in

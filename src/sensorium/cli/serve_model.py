@@ -55,8 +55,7 @@ def run(arguments: Namespace) -> int:
     from sensorium.data.media_store import MediaStore
     from sensorium.models.load import load_policy
     from sensorium.runs.checkpoint_layout import checkpoint_of_run
-    from sensorium.services.model_host import ModelHost
-    from sensorium.services.model_service import ModelService, make_model_app
+    from sensorium.services.model_service import ModelHost, ModelService, make_model_app
 
     if arguments.until_input_ends:
         threading.Thread(target=_stop_when_input_ends, daemon=True).start()

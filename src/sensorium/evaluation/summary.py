@@ -14,7 +14,6 @@ from math import comb, sqrt
 from typing import Any
 
 from sensorium.runs.episodes import messages_to_json
-from sensorium.vocabulary.content import assistant
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
@@ -125,10 +124,7 @@ def row_of(sample: Sample, task: Task, episode: Episode, seed: int) -> Row:
     reasons = {score.name: score.reason for score in episode.scores if score.missing}
     environment, played = task.environment, {}
     if environment is not None:
-        conversation = list(episode.head)
-        for turn in episode.turns:
-            conversation += [*turn.observation, assistant(turn.response.text)]
-        played = {"conversation": messages_to_json(conversation)}
+        played = {"conversation": messages_to_json(episode.conversation)}
     return {
         "task": sample.task,
         "position": sample.position,

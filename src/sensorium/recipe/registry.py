@@ -307,8 +307,8 @@ NAMES: dict[str, dict[str, str]] = {
     "loss": {name: f"sensorium.algorithms.losses:{name}" for name in LOSSES},
     "layout": {"taskmem": "sensorium.systems.taskmem.layout:TaskMemLayout"},
     "logger": {
-        "tensorboard": "sensorium.report.loggers:TensorboardLogger",
-        "wandb": "sensorium.report.loggers:WandbLogger",
+        "tensorboard": "sensorium.report.watcher:TensorboardLogger",
+        "wandb": "sensorium.report.watcher:WandbLogger",
     },
 }
 

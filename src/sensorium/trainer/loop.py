@@ -17,7 +17,9 @@ import torch
 from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.assembly.session import Session, sampling_of
 from sensorium.cluster.event_loop import set_aside, set_aside_more
+from sensorium.data.mixture import SkippedRow
 from sensorium.data.planner import Planner
+from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_scored
 from sensorium.evaluation.summary import summary_metrics
 from sensorium.kernels.compile_time import take_untold_seconds
 from sensorium.kernels.fallbacks import given_up
@@ -29,7 +31,7 @@ from sensorium.report.watcher import RunStart, Watcher
 from sensorium.rollout.play import CANCELLED, Attempt
 from sensorium.runs.episodes import GIB, Retention, credits_of, write_episodes
 from sensorium.runs.ledger import Ledger
-from sensorium.runs.metrics import MetricsFile
+from sensorium.runs.metrics import MetricsFile, SightResult
 from sensorium.runs.process_table import Heartbeat, ProcessRow, run_end
 from sensorium.runs.run_directory import RunDirectory, refuse_moved
 from sensorium.trainer.checkpoint import Best, Checkpoints, keep_batch
@@ -37,13 +39,14 @@ from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.credit import credit
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.monitor import Health, refuse_ruined
+from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.health.start_checks import has_demonstration
-from sensorium.trainer.run_evaluation import RunEvaluator
 from sensorium.trainer.schedules import RUN_ENDED, Schedule, make_schedule
 from sensorium.trainer.step_metrics import Clock, MediaMeter, episode_metrics, staleness_metrics
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
-from sensorium.vocabulary.errors import NonFiniteUpdate
+from sensorium.vocabulary.errors import NonFiniteUpdate, SensoriumError
+from sensorium.vocabulary.plain import counted
 from sensorium.vocabulary.task import Task
 
 NOTED_COMPILING_S = 5.0
@@ -417,3 +420,84 @@ class Trainer:
 
     def _announce_ahead(self, phase: str, total: int = 0) -> None:
         self.watcher.phase(self.step + 2, phase, total)
+
+
+class RunEvaluator:
+    """Evaluates the model in training on the held-out tasks.
+
+    It is due at the start of a run, at the end of the warm start, every ``evaluation.every`` steps of RL and at the end.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        session: Session,
+        tasks: Sequence[Task],
+        loader: TaskLoader,
+        directory: RunDirectory,
+        watcher: Watcher,
+        meter: MediaMeter,
+    ) -> None:
+        self.recipe, self.session, self.loader = recipe, session, loader
+        self.directory, self.watcher, self.meter = directory, watcher, meter
+        self._tasks, self._unfit = tuple(tasks), list[SkippedRow]()
+        self._playable: tuple[Task, ...] | None = None
+        self._warned_at = -1
+
+    def due(self, step: int) -> bool:
+        """True if the model is to be evaluated after this step (0: before the first)."""
+        return bool(self._tasks) and self.recipe.evaluates_after(step)
+
+    async def evaluate(self, step: int) -> EvaluationResult:
+        """Evaluate on the held-out tasks and write summary and episodes."""
+        recipe = self.recipe
+        self.meter.lap()
+        section = recipe.evaluation
+        evaluation = await evaluate(
+            self.session,
+            recipe,
+            await self.tasks(step),
+            name="eval",
+            temperature=section.temperature,
+            samples=section.samples,
+            occasion=f"step_{step}",
+        )
+        self.meter.lap("media/eval")
+        if problem := nothing_scored(evaluation.groups):
+            self.watcher.attention(f"ATTENTION: the evaluation after step {step} measured nothing: {problem}")
+        self.directory.write_summary(step, evaluation.summary)
+        write_episodes(self.directory.eval_episodes_of(step), step, evaluation.groups, recipe.logging.episodes)
+        self.watcher.evaluated(step, evaluation.summary)
+        self.watcher.generated(step, evaluation.groups, self.session.store)
+        return evaluation
+
+    def sight_due(self, step: int) -> bool:
+        """True at the start and at the end of a run that evaluates."""
+        return bool(self._tasks) and self.recipe.checks_sight and step in (0, self.recipe.total_steps)
+
+    async def check_sight(self, step: int) -> list[SightResult]:
+        """Play some held-out tasks with and without each kind of media; a failed check is only noted."""
+        self.meter.lap()
+        try:
+            return await check_sight(self.recipe, self.session, await self.tasks(step), step)
+        except SensoriumError as error:
+            self.watcher.noted(f"the sight check was left out, because it failed: {error}")
+            return []
+        finally:
+            self.meter.lap("media/eval")
+
+    async def tasks(self, step: int) -> tuple[Task, ...]:
+        """The held-out tasks that can be played; others are refused, or left out with a note, as in training."""
+        if self._playable is None:
+            fitting, unfit = await self.loader.fitting(self._tasks, self.recipe.held_out_rollout)
+            if fitting and unfit:
+                self.watcher.noted(f"skipped {counted(len(unfit), 'held-out task')}; the first because: {unfit[0].reason}")
+            self._playable, self._unfit = tuple(fitting), unfit
+        if not self._playable and self._warned_at != step:  # each time: a missing result must not go unseen
+            self._warned_at = step
+            self.watcher.attention(
+                f"ATTENTION: nothing is evaluated in this run: none of {len(self._unfit)} held-out tasks can be played, "
+                f"the first because: {self._unfit[0].reason} Where prompts are too long, raise "
+                "evaluation.max_context_tokens or take fewer frames."
+            )
+        return self._playable

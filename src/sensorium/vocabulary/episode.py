@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
 
-from sensorium.vocabulary.content import Media, Message
+from sensorium.vocabulary.content import Media, Message, assistant
 from sensorium.vocabulary.score import Score, correctness, total
 from sensorium.vocabulary.task import Task
 
@@ -146,6 +146,12 @@ class Episode:
     def response(self) -> str:
         """What the model wrote, turns joined by a newline."""
         return "\n".join(turn.response.text for turn in self.turns)
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """All messages in order: the head, then each turn's observation and response."""
+        turns = ((*turn.observation, assistant(turn.response.text)) for turn in self.turns)
+        return (*self.head, *(message for turn in turns for message in turn))
 
     @property
     def sampled_tokens(self) -> int:

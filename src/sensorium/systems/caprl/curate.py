@@ -16,8 +16,7 @@ from sensorium.cluster.event_loop import run_async
 from sensorium.data.media_store import MediaStore
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeRequest
-from sensorium.systems.caprl.caption_rows import CaptionRows, first_row, ground_truth
-from sensorium.systems.caprl.questions import CaptionQuestion, drawn, question_of
+from sensorium.systems.caprl.caption_rows import CaptionQuestion, CaptionRows, drawn, first_row, ground_truth, question_of
 from sensorium.systems.caprl.serve_reward import judges_section
 from sensorium.systems.caprl.terms import FirstLetter, as_judged, described
 from sensorium.vocabulary.content import Media, Message, Text

@@ -21,7 +21,7 @@ from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import indexed_png
 from sensorium.data.shapes import COLOURS, PALETTE, PLACES, SHAPES, Pictures, Thing, paint
-from sensorium.systems.caprl.questions import CANNOT, PROMPTS, CaptionQuestion, DrawnQuestion, drawn
+from sensorium.systems.caprl.caption_rows import CANNOT, PROMPTS, CaptionQuestion, DrawnQuestion, drawn
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import TaskError, nearest

@@ -28,7 +28,7 @@ from sensorium.data.message_parsing import Place
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.terms import timestamp_format
 from sensorium.services.application import BodyLimit, Counters, Json, Refusal, make_application, sweeping, until_gone
-from sensorium.systems.caprl.questions import CaptionQuestion, question_of, question_of_block
+from sensorium.systems.caprl.caption_rows import CaptionQuestion, question_of, question_of_block
 from sensorium.systems.caprl.remote import ServiceAnswer, judgement_transcript, reading_transcript, transcript_json
 from sensorium.systems.caprl.terms import Reading, as_judged, judge_caption, read_caption, share_right
 from sensorium.vocabulary.content import Media

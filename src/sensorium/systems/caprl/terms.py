@@ -19,7 +19,7 @@ from sensorium.rewards.judges.answer_forms import JsonAnswer, Number
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeAnswer, JudgeRequest, neutral, shortened, untrusted_message
 from sensorium.rewards.reward_term import RewardContext, last_response
-from sensorium.systems.caprl.questions import PROMPTS, CaptionQuestion, DrawnQuestion, draws, first_letter, question_of
+from sensorium.systems.caprl.caption_rows import PROMPTS, CaptionQuestion, DrawnQuestion, draws, first_letter, question_of
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Episode
