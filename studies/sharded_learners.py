@@ -32,7 +32,7 @@ from sensorium.vocabulary.errors import LearnerLost
 from studies.fork_server import ForkServer
 from tests.cluster.test_sharded_runs import rows_of
 from tests.forked import forked_python
-from tests.learner.sharded.scenarios import SCENARIOS, Outcome, compute, make_checkpoints
+from tests.learner.sharded.scenarios import SCENARIOS, SHAREABLE, Outcome, compute, make_checkpoints
 from tests.learner.sharded.test_ranks import outcome, relative_error, start_ranks
 from tests.trainer.small import small
 
@@ -97,14 +97,13 @@ def tokens(folder: Path) -> dict[str, Any]:
     Then whole runs: two ranks that share tokens, whose checkpoint one process goes on from.
     """
     make_checkpoints(folder)
-    exact = [name for name, scenario in SCENARIOS.items() if scenario.dtype == "float32"]
     shapes = {"2 share": (2, 2), "2 × 2": (4, 2), "4 share": (4, 4)}
     for size, sharing in shapes.values():
-        for rank in start_ranks(folder, size, [f"{name}@{sharing}" for name in exact]):
+        for rank in start_ranks(folder, size, [f"{name}@{sharing}" for name in SHAREABLE]):
             rank.wait()
         (folder / f"meeting-{size}").unlink(missing_ok=True)
     found: dict[str, Any] = {}
-    for name in exact:
+    for name in SHAREABLE:
         alone = compute(SCENARIOS[name], folder)
         found[name] = {}
         for shape, (size, sharing) in shapes.items():

@@ -1,14 +1,18 @@
 """Rendering has an oracle: the checkpoint's own chat template, on whole conversations."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoProcessor
 
 from sensorium.data.media_store import MediaStore
+from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.policy import Policy
 from sensorium.models.rendering import ChatRenderer, TokenTable
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
@@ -169,6 +173,49 @@ def test_a_template_that_does_not_show_tools_is_refused(chats: Callable[[str, st
         chats("qwen3_vl", QWEN3_VL).renderer.render(
             [Message("system", (Text("Look."),), offered("")), user("-")], generate=True
         )
+
+
+THOUGHT = "<think>\nhm\n</think>\n\nred"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "opening", "kept"),
+    [
+        ({}, "<think>\n", False),
+        ({"enable_thinking": True}, "<think>\n", False),
+        ({"enable_thinking": False}, "<think>\n\n</think>\n\n", False),
+        ({"preserve_thinking": True}, "<think>\n", True),
+    ],
+)
+def test_defaults_of_a_template_s_variables_hold_wherever_it_is_rendered(
+    pairs: Pairs, tmp_path: Path, defaults: dict[str, bool], opening: str, kept: bool
+) -> None:
+    """Here, in a checkpoint of the run that stock transformers opens, and in a run that goes on from it."""
+    folder = pairs("qwen3_5").folder
+    chat = load_chat_processor(str(folder), store=MediaStore(), template_defaults=defaults)
+    prompt = chat.render([user("What?")])
+    assert chat.append_only == kept
+    chat.save(tmp_path)
+    stock = AutoProcessor.from_pretrained(tmp_path)
+    turns = [{"role": "user", "content": "What?"}]
+    text = stock.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text.endswith(f"assistant\n{opening}")
+    assert stock.tokenizer(text)["input_ids"] == list(prompt.tokens)
+    told = stock.apply_chat_template([*turns, {"role": "assistant", "content": THOUGHT}, *turns], tokenize=False)
+    assert (THOUGHT in told) == kept
+    other = stock.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert other.endswith("</think>\n\n"), "who gives a value of their own has it"
+    shutil.copyfile(folder / "config.json", tmp_path / "config.json")
+    again = load_chat_processor(str(tmp_path), store=MediaStore(), template_defaults=defaults)
+    assert again.processor.chat_template == chat.processor.chat_template
+
+
+def test_a_variable_that_the_template_has_not_is_refused(pairs: Pairs) -> None:
+    for name in ("enable_thoughts", "messages"):
+        with pytest.raises(ModelError, match=rf"chat_template_kwargs.*'{name}'"):
+            load_chat_processor(str(pairs("qwen3_5").folder), store=MediaStore(), template_defaults={name: True})
+    with pytest.raises(ModelError, match="enable_thinking"):  # named as the nearest
+        load_chat_processor(str(pairs("qwen3_5").folder), store=MediaStore(), template_defaults={"enable_thinkin": True})
 
 
 def test_templates_that_rewrite_what_was_said_are_found(chats: Callable[[str, str], Chat]) -> None:

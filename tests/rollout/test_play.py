@@ -216,6 +216,8 @@ def test_a_template_that_rewrites_history_is_refused_for_growing_threads(tmp_pat
         play(thinking, lambda task: Counting(3), max_turns=3)
     episode = play(thinking, lambda task: Counting(3), max_turns=3, window=1)
     assert (episode.status, len(episode.threads)) == (Status.FINISHED, 3)
+    episode = play(thinking, lambda task: Counting(3), max_turns=3, keep_thoughts=True)
+    assert (episode.status, len(episode.threads)) == (Status.FINISHED, 1)
 
 
 def test_media_that_the_family_or_the_engine_lacks_are_refused_by_task_and_name(policy: Policy) -> None:

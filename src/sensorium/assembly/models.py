@@ -55,6 +55,7 @@ def load_model(
         decoder=decoder,
         media_bytes=round((1 - DECODED_SHARE) * media.memory_gib * GIB),
         precision=model.precision,
+        template_defaults=model.chat_template_kwargs,
     )
 
 

@@ -158,7 +158,13 @@ def model_free_session(recipe: Recipe) -> Iterator[ModelFreeSession]:
     """A session without weights; if the model's files are missing, with the tokenizer of a tiny model of its family."""
     store, model, stand_in, problem = open_store(recipe), recipe.model, "", ""
     try:
-        chat = load_chat_processor(model.path, store=store, family=model.family, revision=model.revision)
+        chat = load_chat_processor(
+            model.path,
+            store=store,
+            family=model.family,
+            revision=model.revision,
+            template_defaults=model.chat_template_kwargs,
+        )
     except ModelError as error:
         named = model.path.lower().replace("_", "-").replace("qwen-", "qwen")
         families = [family for family, facts in FAMILIES.items() if any(part in named for part in facts.names)]

@@ -23,7 +23,15 @@ from sensorium.models.checkpoint_path import (
     naming,
     own_config,
 )
-from sensorium.models.load_chat import CheckpointConfig, chat_processor_of, config_at, of_its_family, read_config
+from sensorium.models.load_chat import (
+    NO_DEFAULTS,
+    CheckpointConfig,
+    TemplateDefaults,
+    chat_processor_of,
+    config_at,
+    of_its_family,
+    read_config,
+)
 from sensorium.models.lora import add_adapters, choose_layers
 from sensorium.models.policy import Policy, Precision
 from sensorium.models.published_layout import common_name
@@ -54,13 +62,15 @@ def load_policy(
     decoder: Decoder | None = None,
     media_bytes: int = 1 << 29,
     precision: Precision = "fast",
+    template_defaults: TemplateDefaults = NO_DEFAULTS,
 ) -> Policy:
     """Load a checkpoint. ``path``: a folder, a hub id, ``package:NAME`` (shipped) or ``tiny:FAMILY`` (random weights).
 
     ``revision``: a branch, tag or commit of a hub id. ``dequantize``: load FP8 weights as plain numbers.
     ``unused_weights``: name prefixes of checkpoint weights to ignore. ``lora`` with a rank adds fresh adapters, drawn by
     ``seed``. ``decoder``: of the store's media, where others share it (judges, the log); else the policy has its own.
-    ``media_bytes`` of preprocessed media are cached in memory. ``precision``: see ``Policy``.
+    ``media_bytes`` of preprocessed media are cached in memory. ``precision``: see ``Policy``. ``template_defaults``:
+    values of variables of the chat template that are not given otherwise.
     """
     with LOADING:
         if dtype not in DTYPES:
@@ -68,7 +78,7 @@ def load_policy(
         checkpoint = read_config(path, family, revision, dequantize=dequantize)
         chosen = find_device(device)
         model = _read_model(checkpoint, DTYPES[dtype], chosen, unused_weights)
-        chat = chat_processor_of(checkpoint, store, decoder, media_bytes)
+        chat = chat_processor_of(checkpoint, store, decoder, media_bytes, template_defaults)
         model.to(chosen).eval()
         adapters = None
         if lora is not None and lora.rank:
@@ -161,7 +171,7 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
     dtype = DTYPES[section.dtype]
     with LOADING:
         checkpoint = config_at(path, str(folder), section.family, dequantize=section.dequantize)
-        chat_processor_of(checkpoint, MediaStore(), None, 0).decoder.close()
+        chat_processor_of(checkpoint, MediaStore(), None, 0, section.chat_template_kwargs).decoder.close()
         if is_hub_id(path) and not has_weights(folder):
             return [f"the weights of '{path}' were not checked: they are fetched when the run starts."]
         files = whole_weights(path, folder)

@@ -1,11 +1,13 @@
 """The small files of a checkpoint: config, tokenizer and processor, checked before transformers opens them."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sensorium.data.decoder import Decoder
@@ -16,7 +18,7 @@ from sensorium.models.quiet import quiet
 from sensorium.models.tiny import take_published_sizes
 from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.registry import resolve, table
-from sensorium.vocabulary.errors import ModelError
+from sensorium.vocabulary.errors import ModelError, nearest
 
 ADAPTER_CONFIG = "adapter_config.json"  # where it exists, transformers silently loads adapters and their base model
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -106,6 +108,12 @@ def _numbers(config: dict[str, Any], above: str) -> Iterator[tuple[str, float]]:
             yield f"{above}{key}", value
 
 
+TemplateDefaults = Mapping[str, bool | int | float | str]
+NO_DEFAULTS: TemplateDefaults = MappingProxyType({})
+# What transformers gives a template itself.
+GIVEN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """A checkpoint's config, its folder ``place`` and its family. ``dequantize``: load its FP8 weights as plain numbers."""
@@ -126,9 +134,11 @@ def load_chat_processor(
     revision: str = "",
     decoder: Decoder | None = None,
     media_bytes: int = 1 << 29,
+    template_defaults: TemplateDefaults = NO_DEFAULTS,
 ) -> ChatProcessor:
     """The chat processor of a checkpoint; arguments as of ``load_policy``."""
-    return chat_processor_of(read_config(path, family, revision, weights=False), store, decoder, media_bytes)
+    checkpoint = read_config(path, family, revision, weights=False)
+    return chat_processor_of(checkpoint, store, decoder, media_bytes, template_defaults)
 
 
 def load_stand_in(family: str, store: MediaStore) -> ChatProcessor:
@@ -164,6 +174,33 @@ def config_at(
     return CheckpointConfig(path, place, config, family, resolve("family", family, "model.family"), quantized)
 
 
+def _set_defaults(path: str, owner: Any, defaults: TemplateDefaults) -> None:
+    """Let a chat template take these values of its variables where its caller gives none.
+
+    The values become a part of the template, so that whatever renders with it agrees: engines in other processes, and
+    who loads a checkpoint of the run.
+    """
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    template = owner.chat_template
+    if not isinstance(template, str):
+        raise ModelError(f"model.path '{path}': it has no single chat template that model.chat_template_kwargs could set.")
+    try:
+        known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+    except TemplateSyntaxError:  # of extensions that only transformers has: their names are found in the text
+        known = set(re.findall(r"[A-Za-z_]\w*", template))
+    written = ""
+    for name, value in defaults.items():
+        if name not in known or name in GIVEN_VARIABLES:
+            raise ModelError(
+                f"model.chat_template_kwargs: the chat template of '{path}' has no variable '{name}'"
+                f"{nearest(name, sorted(known - GIVEN_VARIABLES))}"
+            )
+        written += f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
+    if not template.startswith(written):  # a run that goes on has them already
+        owner.chat_template = written + template
+
+
 @contextmanager
 def of_its_family(checkpoint: CheckpointConfig) -> Iterator[None]:
     """Inside, errors of an adapter that is given a checkpoint of another family become a ModelError."""
@@ -183,6 +220,7 @@ def chat_processor_of(
     store: MediaStore,
     decoder: Decoder | None,
     media_bytes: int,
+    template_defaults: TemplateDefaults = NO_DEFAULTS,
     *,
     published_sizes: bool = False,
 ) -> ChatProcessor:
@@ -207,6 +245,8 @@ def chat_processor_of(
             take_published_sizes(facts, processor)
         tokenizer = getattr(processor, "tokenizer", None) or AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         end_ids = _end_ids(place, config, tokenizer)
+    if template_defaults:
+        _set_defaults(path, processor or tokenizer, template_defaults)
     try:
         with of_its_family(checkpoint):
             media_format = checkpoint.adapter_class.media_format(own_config(config), processor)

@@ -160,7 +160,9 @@ class ChatRenderer:
         prompt = self._apply([question], True)
         history = self._apply([question, Message("assistant", (Text(thought),)), question], True)
         self.lead = " " if history.startswith(f"{prompt} {thought}") else ""
-        self.append_only = history.startswith(f"{prompt}{self.lead}{thought}")
+        # A generation prompt that opens the thoughts leaves only their end to the response.
+        sampled = thought.removeprefix("<think>\n") if prompt.endswith("<think>\n") else thought
+        self.append_only = history.startswith(f"{prompt}{self.lead}{sampled}")
 
     def render(self, messages: Sequence[Message], *, generate: bool) -> Segment:
         """The first turn, default system prompt included."""

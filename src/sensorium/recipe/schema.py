@@ -307,6 +307,11 @@ class ModelSection(Section):
     dequantize: bool = Field(default=False, description="load FP8 weights as `dtype`; false: refuse them")
     unused_weights: tuple[str, ...] = Field(default=(), description="name prefixes of checkpoint weights to ignore")
     lora: LoraSection = Field(default=LoraSection(), description="low-rank adapters")
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="defaults of variables of the chat template, as {enable_thinking: false}; the run's checkpoints "
+        "keep them",
+    )
 
 
 class MediaSection(Section):
@@ -365,6 +370,11 @@ class RolloutSection(Section):
         "that fill it, so a lower limit lowers them",
     )
     window: int = Field(default=0, ge=0, description="turns in a thread, with the current one; 0: all, in one thread")
+    keep_thoughts: bool = Field(
+        default=False,
+        description="let threads grow under a chat template that drops the thoughts of earlier turns (Qwen3, Qwen3.5): "
+        "they stay as they were sampled; false: such a template needs `window: 1`",
+    )
     stop: tuple[str, ...] = Field(default=(), description="texts that end a response; they stay part of it")
     ignore_stop_tokens: bool = Field(default=False, description="never sample a stop token: every response uses its budget")
     concurrency: int = Field(default=0, ge=0, description="episodes in flight; 0: all of the step")

@@ -248,11 +248,11 @@ class Rollout:
     def __init__(
         self, chat: ChatProcessor, engine: Engine, section: RolloutSection, make_environment: MakeEnvironment
     ) -> None:
-        if section.max_turns > 1 and section.window != 1 and not chat.append_only:
+        if section.max_turns > 1 and section.window != 1 and not (chat.append_only or section.keep_thoughts):
             raise RecipeError(
                 "rollout.window: this checkpoint's chat template rewrites earlier assistant turns, so one growing thread "
-                "would not be what the template says. Set rollout.window: 1 (each turn a fresh context), or use a template "
-                "that keeps earlier turns as they were."
+                "would not be what the template says. Set rollout.window: 1 (each turn a fresh context), or "
+                "rollout.keep_thoughts: true (earlier turns stay as they were sampled), or use a template that does so."
             )
         self.chat = chat
         self.engine = engine

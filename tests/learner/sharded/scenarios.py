@@ -27,6 +27,7 @@ from sensorium.learner.saved_state import spread_like, whole_of
 from sensorium.learner.team import ALONE, Team
 from sensorium.models.policy import FrozenCopy, Policy
 from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.schema import (
     AdvantageSection,
     AlgorithmSection,
@@ -90,6 +91,13 @@ SCENARIOS = {
     "long video": Scenario("qwen3_vl", long_video),
     "bfloat16": Scenario("smallest", videos, dtype="bfloat16"),
 }
+
+# Those whose tokens ranks can share: gated delta nets read them one after the other.
+SHAREABLE = [
+    name
+    for name, scenario in SCENARIOS.items()
+    if scenario.dtype == "float32" and not FAMILIES[scenario.family].has_delta_nets
+]
 
 
 SMALLEST = {

@@ -16,12 +16,11 @@ import torch
 from studies.fork_server import ForkServer
 
 from ...forked import forked_python
-from .scenarios import SCENARIOS, Outcome, compute, make_checkpoints
+from .scenarios import SCENARIOS, SHAREABLE, Outcome, compute, make_checkpoints
 
 EXACT = [name for name, scenario in SCENARIOS.items() if scenario.dtype == "float32"]
 PLAIN = [name for name in SCENARIOS if name != "long video"]
-# Experts and critic show the same pictures as "pictures"; states of delta nets are not shared.
-SHARED = [f"{name}@2" for name in EXACT if name not in ("pictures", "states")]
+SHARED = [f"{name}@2" for name in SHAREABLE if name != "pictures"]  # experts and critic show the same pictures
 
 
 def start_ranks(folder: Path, size: int, names: list[str]) -> list[subprocess.Popen]:

@@ -1,7 +1,7 @@
 """Qwen3.5, dense or with experts: three of four layers are gated delta nets, the others have gated attention.
 
 Pictures and videos are Qwen3-VL's without deepstack. Templates begin an answer with ``<think>``, or with empty thoughts
-where ``enable_thinking`` is false, and leaves the thoughts of earlier turns out.
+where ``enable_thinking`` is false, and leave the thoughts of earlier turns out unless ``preserve_thinking`` is true.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ THOUGHTFUL_TURNS = (
     "{% if message.content is string %}{{ message.content }}{% else %}{% for block in message.content %}"
     "{% if block.type == 'image' %}" + SHOWN["image"] + "{% elif block.type == 'video' %}" + SHOWN["video"] + ""
     "{% elif block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}{% endif %}{% endset %}"
-    "{% if message.role == 'assistant' and loop.revindex0 > last and '</think>' in content %}"
+    "{% if message.role == 'assistant' and loop.revindex0 > last and '</think>' in content and not preserve_thinking %}"
     "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "<|im_start|>{{ message.role }}\n{{ content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
-    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 
 
