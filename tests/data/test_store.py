@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sensorium.data.media_store import MediaStore
+from sensorium.data.media_store import FilesRead, MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError
@@ -22,6 +22,27 @@ def test_same_bytes_are_kept_once(tmp_path: Path) -> None:
     assert first == second
     assert [p.name for p in tmp_path.iterdir()] == [first.hash]
     assert store.bytes_of(second) == b"abc"
+
+
+def test_files_that_media_are_read_from_are_recorded_as_they_were_first_read(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path / "media")
+    store.files_read = FilesRead([str(tmp_path / "known.wav")])
+    picture, clip, known = tmp_path / "a.png", tmp_path / "b.wav", tmp_path / "known.wav"
+    picture.write_bytes(encode_png(np.zeros((4, 4, 3), np.uint8)))
+    for sound in (clip, known):
+        sound.write_bytes(b"RIFF of one")
+    first = [store.put_picture_file(picture, "row 1"), store.put_file(clip, "sound")]
+    store.put_file(known, "sound")
+    files = store.files_read.take()
+    assert [(path, size, digest) for path, size, _, digest in files] == [
+        (str(path), path.stat().st_size, media.hash) for path, media in zip((picture, clip), first, strict=True)
+    ]
+    (tmp_path / "new").write_bytes(b"RIFF of another")
+    (tmp_path / "new").rename(clip)
+    assert store.put_file(clip, "sound").hash != first[1].hash
+    assert store.files_read.take() == [], "the record is of what the run began with"
+    with pytest.raises(MediaError, match="row 2"):
+        store.put_picture_file(tmp_path / "missing.png", "row 2")
 
 
 def test_memory_does_not_grow_with_what_was_put(tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ from sensorium.report.console import ConsoleWatcher
 from sensorium.report.watcher import RunStart, Watcher
 from sensorium.runs.checkpoint_layout import checkpoint_of_run, contents_of, is_complete, refuse_damaged
 from sensorium.runs.metrics import Notice, read_metrics, write_notice
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.run import train
+from sensorium.trainer.task_loader import media_files
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, RecordError
 from tests.trainer.run_contents import assert_equal, everything, flip
 from tests.trainer.small import small
@@ -154,6 +156,47 @@ def test_a_picture_that_was_replaced_by_another_is_told_when_the_run_goes_on(tmp
     Image.new("RGB", (56, 56), "green").save(tmp_path / "b.png")
     train(load_recipe(run, ["steps=2"]), resume=True, watchers=[other])
     assert any("of 2 tasks that were looked at when the run began, 1 have changed" in text for text in other.texts)
+
+
+def test_one_replaced_file_among_many_is_reported_if_the_run_had_read_it(tmp_path: Path) -> None:
+    rows = []
+    for n in range(40):
+        Image.new("RGB", (56, 56), (6 * n, 0, 0)).save(tmp_path / f"{n}.bmp")  # all of the same size
+        blocks = [{"type": "image", "image": f"{n}.bmp"}, {"type": "text", "text": "?"}]
+        rows.append({"messages": [{"role": "user", "content": blocks}]})
+    data = tmp_path / "pictures.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, source = {"path": "tiny:qwen2_5_vl", "device": "cpu"}, {"source": "jsonl", "options": {"path": str(data)}}
+    run = train(small(tmp_path / "run", steps=1, model=model, tasks={"train": [source]}))
+
+    def noted() -> str:
+        notes = Notes()
+        train(load_recipe(run, []), resume=True, watchers=[notes])
+        (compared,) = [text for text in notes.texts if "the run began with" in text]
+        return compared
+
+    looked_at = {i * 39 // 7 for i in range(8)}
+    read = {Path(path) for path in media_files(RunDirectory(run))}
+    (trained_on, *_) = sorted(read - {tmp_path / f"{n}.bmp" for n in looked_at})
+    (unread, *_) = sorted({tmp_path / f"{n}.bmp" for n in range(40)} - read)
+    for path in read:
+        os.utime(path, (1, 1))
+    assert "ATTENTION" not in noted(), "a touch is no change"
+    assert f"8 of 40 tasks, 1 file of rows, {len(read)} of the {len(read)} media files" in noted()
+    first = trained_on.read_bytes()
+    for path, reported in ((unread, False), (trained_on, True)):
+        Image.new("RGB", (56, 56), "green").save(tmp_path / "new.bmp")
+        (tmp_path / "new.bmp").rename(path)
+        assert ("ATTENTION" in noted()) is reported
+        assert (str(path) in noted()) is reported
+    assert "ATTENTION" in noted(), "it is still not what the run began with"
+    trained_on.write_bytes(first)
+    assert "ATTENTION" not in noted()
+    trained_on.unlink()
+    assert f"{len(read) - 1} of the {len(read)} media files" in noted()
+    (run / "media_files.jsonl").write_text("{}\n")
+    with pytest.raises(RecordError, match="media_files"):
+        noted()
 
 
 def test_rows_that_were_rewritten_are_reported_once_when_the_run_goes_on(tmp_path: Path) -> None:

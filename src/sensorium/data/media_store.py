@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,15 +27,43 @@ from sensorium.vocabulary.errors import MediaError
 HASHES_KEPT = 1 << 16
 
 
+class FilesRead:
+    """The files that media were read from, each as it was first read: path, size, time of change, hash of the content.
+
+    ``known`` are the paths of an earlier record, which are not recorded again.
+    """
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self._known = {hash(path) for path in known}  # not the paths: there may be millions
+        self._new: list[tuple[str, int, int, str]] = []
+        self._lock = threading.Lock()
+
+    def add(self, path: Path, seen: os.stat_result, digest: str) -> None:
+        """Record a file, unless it was before; ``seen`` is its state before it was read."""
+        name = os.path.abspath(path)
+        with self._lock:
+            if hash(name) not in self._known:
+                self._known.add(hash(name))
+                self._new.append((name, seen.st_size, seen.st_mtime_ns, digest))
+
+    def take(self) -> list[tuple[str, int, int, str]]:
+        """What was recorded since the last time."""
+        with self._lock:
+            taken, self._new = self._new, []
+        return taken
+
+
 class MediaStore:
     """Bytes by content hash, in memory or below a folder (a run directory's ``media/``).
 
-    ``stored_bytes`` is the size of the folder; linked clips count from the next time it is opened.
+    ``stored_bytes`` is the size of the folder; linked clips count from the next time it is opened. ``files_read``, if set,
+    records the files that pictures and clips of rows are read from.
     """
 
     def __init__(self, folder: Path | None = None, memory_mib: int = 256, limits: MediaLimits | None = None) -> None:
         self.folder, self.limits = folder, limits or MediaLimits()
         bound = memory_mib * MIB if folder is not None else None
+        self.files_read: FilesRead | None = None
         self.pictures_decoded = 0
         self._counting = threading.Lock()
         self._bytes: LRU[str, bytes] = LRU(bound, len)
@@ -63,13 +91,23 @@ class MediaStore:
             self._pictures.add(digest, self._decoded(data, origin))
         return self.put(data, "picture", origin)
 
+    def put_picture_file(self, path: Path, origin: str) -> Media:
+        """Keep a picture from a file, if it can be read and decoded."""
+        with suppress(OSError):  # reading it reports why
+            seen = path.stat()
+        media = self.put_picture(read_bytes(path, "picture", origin, self.limits), origin)
+        if self.files_read is not None:
+            self.files_read.add(path, seen, media.hash)
+        return media
+
     def put_file(self, path: Path, kind: MediaKind, origin: str = "", parameters: Parameters | None = None) -> Media:
         """Keep a file; a missing or unreadable one is an error that names it. Videos and sounds are linked, not loaded."""
         if kind == "picture":
             return self.put(read_bytes(path, kind, origin or str(path), self.limits), kind, origin or str(path))
         try:
             real = path.resolve(strict=True)
-            if problem := self.limits.refuse_file(real.stat().st_size):
+            seen = real.stat()
+            if problem := self.limits.refuse_file(seen.st_size):
                 raise MediaError(f"{origin or path}: cannot read the {kind} '{path}': {problem}")
             digest = self._digest(real)
             if self.folder is None:
@@ -78,6 +116,8 @@ class MediaStore:
                 self._link(self.folder, digest, real)
         except (OSError, ValueError) as error:
             raise unreadable(path, kind, origin or str(path), error) from error
+        if self.files_read is not None:
+            self.files_read.add(path, seen, digest)
         return Media(kind, digest, origin or str(path), parameters)
 
     def take(self, media: Media, other: "MediaStore") -> None:

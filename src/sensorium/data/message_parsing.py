@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from sensorium.data.media_files import base64_bytes, inside, located, read_bytes
+from sensorium.data.media_files import base64_bytes, inside, located
 from sensorium.data.media_store import MediaStore
 from sensorium.vocabulary.content import USUAL, Block, Media, MediaKind, Message, Role, Text
 from sensorium.vocabulary.decoding import Parameters, parameters_from
@@ -90,8 +90,9 @@ class Place:
     def picture(self, source: Any, item: str) -> Media:
         """A picture of this row, read and decoded; a missing or corrupt one is an error that names row and item."""
         found, origin = self._located(source, "picture", item)
-        data = read_bytes(found, "picture", origin, self.store.limits) if isinstance(found, Path) else found
-        return self.store.put_picture(data, origin)
+        if isinstance(found, Path):
+            return self.store.put_picture_file(found, origin)
+        return self.store.put_picture(found, origin)
 
     def clip(self, kind: ClipKind, source: Any, item: str, asked: Mapping[str, Any] | None = None) -> Media:
         """A video or sound of this row, decoded later as the source and ``asked`` define; a missing one is refused."""

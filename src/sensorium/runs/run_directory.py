@@ -39,6 +39,7 @@ class RunDirectory:
         self.modules = self.path / "modules.json"
         self.source = self.path / "source.json"
         self.tasks = self.path / "tasks.json"
+        self.media_files = self.path / "media_files.jsonl"
         self.metrics = self.path / "metrics.jsonl"
         self.health = self.path / "health.jsonl"
         self.ledger = self.path / "ledger.sqlite"

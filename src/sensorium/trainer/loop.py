@@ -43,7 +43,7 @@ from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.health.start_checks import has_demonstration
 from sensorium.trainer.schedules import RUN_ENDED, Schedule, make_schedule
 from sensorium.trainer.step_metrics import Clock, MediaMeter, episode_metrics, staleness_metrics
-from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, skip_metrics
+from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, remember_media, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate, SensoriumError
 from sensorium.vocabulary.plain import counted
@@ -372,6 +372,7 @@ class Trainer:
             "random": random_state(),
             "surroundings": surroundings(),
         }
+        remember_media(self.directory, self.session.store)
         with self.meter.pause():
             self.checkpoints.save(self.step, self.learner, state, self.best, protect=self.sound_at)
         if self.layout is not None:

@@ -24,6 +24,7 @@ from sensorium.assembly.session import (
 )
 from sensorium.cluster.event_loop import run_async
 from sensorium.cluster.ray_host import found_cluster
+from sensorium.data.media_store import FilesRead
 from sensorium.data.mixture import a_few, each_once, make_sources, resolve_epochs
 from sensorium.data.planner import make_planner
 from sensorium.data.row_format import placeholder_notes
@@ -45,7 +46,7 @@ from sensorium.trainer.checkpoint import Checkpoints
 from sensorium.trainer.health.start_checks import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.run_claim import begin, begin_again, change_recipe, go_on, no_checkpoint, refuse_fewer_steps
-from sensorium.trainer.task_loader import changed_tasks, refuse_other_frames, remember_tasks
+from sensorium.trainer.task_loader import changed_tasks, media_files, refuse_other_frames, remember_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError, WriteFailed
 from sensorium.vocabulary.plain import counted
 
@@ -94,6 +95,7 @@ def open_trainer(
     ledger = Ledger(directory.ledger)
     saved = None if last is None else checkpoints.path(last)
     store = open_store(recipe, directory.media)
+    store.files_read = FilesRead(media_files(directory) if resume else ())
     watchers = tuple(watchers)
     early = Watchers(watchers)  # nothing else is reported until the processes are up
     if parts := placed_processes(recipe.model_dump(include={"cluster", "rollout"})):

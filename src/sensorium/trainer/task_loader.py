@@ -6,13 +6,18 @@ outcomes. Invariant: a checkpoint has the state after the last draw that was del
 """
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+from sensorium.data.media_files import open_regular
+from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import SkippedRow, TaskSource, none_left, with_way_out
 from sensorium.data.planner import GroupOutcome, PlannedTasks, Planner
 from sensorium.data.row_format import placeholder_notes
@@ -21,15 +26,16 @@ from sensorium.recipe.schema import RolloutSection, TasksSection
 from sensorium.rewards.scorer import task_digest
 from sensorium.rollout.live import media_of
 from sensorium.rollout.play import Rollout
-from sensorium.runs.durable import read_json, write_whole
+from sensorium.runs.durable import append_row, read_json, read_rows, write_whole
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Group
-from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, SensoriumError, TaskError
-from sensorium.vocabulary.plain import words
+from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, RecordError, SensoriumError, TaskError
+from sensorium.vocabulary.plain import counted, words
 from sensorium.vocabulary.task import Task
 
 MOST_NAMED = 3  # skipped tasks of a kind
+READ_TO_COMPARE = 1 << 30  # bytes of media files that a resumed run reads because their time of change differs
 SKIPPED_AT_ONCE = 10_000  # tasks in a row that a draw skips at most, where the planner has no ``whole_pass``
 T = TypeVar("T")
 
@@ -67,10 +73,29 @@ def remember_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Sequ
     for task in tasks:  # two sources may have tasks of the same id
         seen.setdefault(task.id, []).append(task_digest(task))
     write_whole(directory.tasks, json.dumps({"tasks": seen, "files": _row_files(sources)}, indent=0) + "\n")
+    directory.media_files.unlink(missing_ok=True)
+
+
+def remember_media(directory: RunDirectory, store: MediaStore) -> None:
+    """Write down the files that media were read from since the last checkpoint."""
+    if store.files_read is not None and (files := store.files_read.take()):
+        append_row(directory.media_files, {"files": files})
+
+
+def media_files(directory: RunDirectory) -> dict[str, tuple[int, int, str]]:
+    """The files that a run has read media from, by path: size, time of change and hash of the content then."""
+    try:
+        files = [file for row in read_rows(directory.media_files) for file in row["files"]]
+        return {str(path): (int(size), int(time), str(digest)) for path, size, time, digest in files}
+    except (LookupError, TypeError, ValueError) as error:
+        raise RecordError(
+            f"'{directory.media_files}' is damaged ({words(error)}). Remove it: then nothing says whether the media are "
+            "still those that the run has read."
+        ) from error
 
 
 def changed_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Sequence[TaskSource]) -> list[str]:
-    """A note if files or tasks have changed since the run began, as far as digests of them were kept."""
+    """A note on whether files or tasks have changed since the run began, as far as digests of them were kept."""
     if not directory.tasks.exists():
         return []
     then = read_json(directory.tasks, "Remove it: then nothing says whether the tasks are still those the run began with.")
@@ -79,21 +104,61 @@ def changed_tasks(directory: RunDirectory, tasks: Sequence[Task], sources: Seque
     known, files = then["tasks"], then["files"]
     changed = [task.id for task in tasks if task.id in known and task_digest(task) not in known[task.id]]
     strange = [task.id for task in tasks if task.id not in known]
-    found = [
-        f"the content of '{file}' has changed"
-        for file, digests in _row_files(sources).items()
-        if files.get(file, digests) != digests
-    ]
+    rows = {file: digests for file, digests in _row_files(sources).items() if file in files}
+    found = [f"the content of '{file}' has changed" for file, digests in rows.items() if files[file] != digests]
     if changed or strange:
         what = f"{len(changed)} have changed, '{changed[0]}' among them" if changed else f"'{strange[0]}' was not there"
         found.append(f"of {len(tasks)} tasks that were looked at when the run began, {what}")
+    media = _compare_media(media_files(directory))
+    if media.changed:
+        read = f"of {counted(media.compared, 'media file')} that the run has read and that could be compared"
+        found.append(f"{read}, {len(media.changed)} changed, '{media.changed[0]}' among them")
+    compared = [f"{len(tasks)} of {counted(sum(map(len, sources)), 'task')}"]
+    compared += [counted(len(rows), "file of rows", "files of rows")] if rows else []
+    if media.known:
+        compared.append(f"{media.compared} of the {counted(media.known, 'media file')} that the run has read")
+    scope = f"Compared were {', '.join(compared)}."
     if not found:
-        return []
+        return [f"the data are those the run began with, as far as they were compared. {scope}"]
     return [
         f"ATTENTION: the data are not those the run began with: {'; '.join(found)}. Rows, pictures, clips or sounds were "
         "replaced since. Tasks drawn from here on may differ, so the run no longer repeats what it would have been without "
-        "the interruption. Put the data back and resume, or start a new run."
+        f"the interruption. Put the data back and resume, or start a new run. {scope}"
     ]
+
+
+@dataclass(frozen=True)
+class _MediaComparison:
+    """How many media files a run has read, how many of them were compared now, and the paths of those that changed."""
+
+    known: int
+    compared: int
+    changed: list[str]
+
+
+def _compare_media(files: Mapping[str, tuple[int, int, str]]) -> _MediaComparison:
+    """Compare media files by size and time of change; only where the time alone differs they are read, up to a bound.
+
+    A file that is gone counts as not compared: the data may have been moved, and a row that needs it reports it.
+    """
+    changed, compared, to_read = [], 0, READ_TO_COMPARE
+    for path, (size, time, digest) in files.items():
+        try:
+            now = os.stat(path)
+            if now.st_size == size and now.st_mtime_ns != time:
+                if size > to_read:
+                    continue
+                to_read -= size
+                with open_regular(Path(path)) as file:
+                    differs = hashlib.file_digest(file, "sha256").hexdigest() != digest
+            else:
+                differs = now.st_size != size
+        except OSError:
+            continue
+        compared += 1
+        if differs:
+            changed.append(path)
+    return _MediaComparison(len(files), compared, changed)
 
 
 def _row_files(sources: Sequence[TaskSource]) -> dict[str, list[str]]:
