@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measured_cases import CPU_CASES, GPU_BUCKETS, H200, W1, cpu_costs, cpu_work, gpu_costs
+from measured_cases import A3B, A3B_STEP, CPU_CASES, GPU_BUCKETS, H200, W1, cpu_costs, cpu_work, gpu_costs, gpu_model
 
 from sensorium.forecast.costs import Costs, StepWork
 from sensorium.forecast.machine import Constants
@@ -25,7 +25,8 @@ from sensorium.forecast.simulator import SHARING_ROWS, Engine, PlayedGroup, play
 
 MUCH = 1e30
 RATES = {
-    "weight_reads", "kv_reads", "decode_flops", "prefill_flops", "update_flops", "attention_flops", "push_bytes",
+    "weight_reads", "kv_reads", "decode_flops", "prefill_flops", "update_flops", "expert_flops", "attention_flops",
+    "push_bytes",
 }  # fmt: skip
 FREE = replace(
     Constants(**{field.name: MUCH if field.name in RATES else 0.0 for field in fields(Constants)}), rank_times=1.0
@@ -86,6 +87,9 @@ def gpu_constants() -> Constants:
 
     parts = [(update(tokens, recompute), case["update_s"]) for tokens, recompute, case in updates]
     known = fitted(known, ["update_flops", "microbatch_s", "update_fixed_s"], parts)
+    mixture, case = gpu_model("Qwen3-VL-30B-A3B", recompute=True, lora=True), H200[A3B_STEP]
+    experts = [(lambda by: replace(gpu_costs(by), model=mixture).update(8, A3B.sampled, A3B), case["update_s"])]
+    known = fitted(known, ["expert_flops"], experts)
     alone = played(gpu_costs(known), W1)
     rollout = float(np.mean([case["rollout_s"] - alone for _, recompute, case in updates if not recompute]))
     times = H200["before: the code of the afternoon"]["step --workload W1 --steps 3 --tokens-per-microbatch 14100"]["times"]
@@ -118,6 +122,7 @@ def cpu_constants() -> Constants:
     known = fitted(FREE, names, [(rollout(case), case["rollout_s"]) for case in alone])
     names = ["update_flops", "update_fixed_s", "attention_flops"]
     known = fitted(known, names, [(update(case), case["update_s"]) for case in alone])
+    known = replace(known, expert_flops=known.update_flops)
     spent = [case["step_s"] - case["rollout_s"] - case["update_s"] for case in alone]
     known = fitted(known, ["other_s", "other_episode_s"], [(other(c), s) for c, s in zip(alone, spent, strict=True)])
     halves = [update(case)(replace(known, rank_fixed_s=0.0)) for case in shared]
@@ -134,8 +139,9 @@ SOURCES = {
     "prefill_fixed_s": "fitted: h200.json, first_token_s of W1 with 16 and 64 prompts (main, clean)",
     "prefill_flops": "fitted: the same",
     "update_flops": "fitted: h200.json, update_s of W1 without recomputation at 4,700 and 14,100 tokens and with full",
-    "microbatch_s": "fitted: the same",
-    "update_fixed_s": "fitted: the same",
+    "expert_flops": "fitted: h200.json, update_s of a step of Qwen3-VL-30B-A3B's shape with adapters and recomputation",
+    "microbatch_s": "fitted: as update_flops",
+    "update_fixed_s": "fitted: as update_flops",
     "attention_flops": "bench/LOG.md: flash attention of an update at 243 of 989 TFLOP/s",
     "other_s": "none needed",
     "other_episode_s": "h200.json, the code of the afternoon: record_s and credit_s of W1 over its episodes",

@@ -24,6 +24,10 @@ W3 = StepWork(prompts=64, group=8, prompt=276, response=256, tail=6.0, patches=1
 # 8 frames are 4,096 patches; of a sound's 30 s, 1,500 frames go through a tower of the same size.
 OMNI = StepWork(prompts=8, group=8, prompt=1800, response=256, patches=5600, tokens_per_microbatch=8192)
 
+# A picture of 448 × 448 is 196 tokens of 784 patches; a frozen tower's features were cached after the first step.
+A3B = StepWork(prompts=8, group=8, prompt=208, response=256, tokens_per_microbatch=14100)
+A3B_STEP = "step --workload A3B --steps 2 --lora 32 --recompute full --tokens-per-microbatch 14100"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -38,9 +42,9 @@ class Part:
     ranks: int = 1
 
 
-def gpu_model(name: str = "Qwen2.5-VL-3B", recompute: Recomputation = False) -> ModelCosts:
-    """The costs of a published model in bfloat16, all of it trained."""
-    return costs_of(shape_by_config(published_configs()[name]), recompute=recompute)
+def gpu_model(name: str = "Qwen2.5-VL-3B", recompute: Recomputation = False, lora: bool = False) -> ModelCosts:
+    """The costs of a published model in bfloat16; all of it is trained, or adapters."""
+    return costs_of(shape_by_config(published_configs()[name]), recompute=recompute, lora=lora)
 
 
 def cpu_model() -> ModelCosts:

@@ -260,7 +260,7 @@ def test_every_kind_is_planned_and_only_the_h200_is_called_measured() -> None:
 def test_what_nobody_has_run_is_said() -> None:
     asked = Asked(gpus=64, kind="h200", engines=8, schedule="asynchronous", shape="Qwen3-VL-30B-A3B", response_tokens=300)
     found = forecast(recipe("model.gradient_checkpointing=true", "batch.prompts_per_step=64"), asked)
-    assert {what for what, how, _ in found.notes if how == "not run"} == {"experts", "several engines"}
+    assert {what for what, how, _ in found.notes if how == "not run"} == {"several engines"}
     assert found.run.stale_max <= recipe().schedule.max_staleness
 
 

@@ -14,7 +14,23 @@ from sensorium.forecast.simulator import Deployment, SimulatedRun, simulate
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
-from measured_cases import CPU_CASES, H200, OMNI, RECOMPUTE, W1, W2, W3, cpu_costs, cpu_work, curve_work, curves, gpu_costs  # noqa: E402
+from measured_cases import (  # noqa: E402
+    A3B,
+    A3B_STEP,
+    CPU_CASES,
+    H200,
+    OMNI,
+    RECOMPUTE,
+    W1,
+    W2,
+    W3,
+    cpu_costs,
+    cpu_work,
+    curve_work,
+    curves,
+    gpu_costs,
+    gpu_model,
+)
 
 WITHIN = 0.2
 LAUNCHED = 18_000
@@ -67,6 +83,13 @@ def test_steps_on_one_h200(work: StepWork, recompute: Recomputation, model: str,
     if "draw_s" in measured:
         drawn_s = measured["draw_s"]  # noise pictures as PNG files: the workload's, not a run's
         assert found.step_s == pytest.approx(measured["step_s"] - drawn_s, rel=WITHIN)
+
+
+def test_rollout_of_a_mixture_with_adapters_on_one_h200() -> None:
+    """Its update was fitted to; the rollout was not."""
+    costs = replace(gpu_costs(constants("gpu")), model=gpu_model("Qwen3-VL-30B-A3B", recompute=True, lora=True))
+    found = simulate(costs, costs, A3B, Deployment(), steps=1)
+    assert found.rollout_s == pytest.approx(H200[A3B_STEP]["rollout_s"], rel=WITHIN)
 
 
 def test_lengths_of_w3_are_those_of_the_bench() -> None:

@@ -100,8 +100,8 @@ BACKWARD_OF_ATTENTION = 3.5  # forward and backward of attention over its forwar
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Sizes of a model's parts: ``layers``: parameters that a token meets there; ``held``: parameters in memory;
-    ``queries``: size of a token's queries, for attention.
+    """Sizes of a model's parts: ``layers``: parameters that a token meets there, ``experts`` those among them of a
+    mixture's experts; ``held``: parameters in memory; ``queries``: size of a token's queries, for attention.
 
     ``layer_times``: operations per parameter of a trained token, 6, and 2 more if recomputed; ``tower_times``: the same of
     patches, 2 if the tower is frozen. ``forwards``: passes without gradients (reference, old log-probs, critic).
@@ -115,6 +115,7 @@ class ModelCosts:
     tower: float
     kv_bytes: float
     number_bytes: int
+    experts: float = 0.0
     layer_times: float = 6.0
     head_times: float = 8.0
     tower_times: float = 8.0
@@ -152,6 +153,7 @@ def costs_of(
         tower=max(shape.parameters["vision"], shape.parameters["audio"]) + shape.parameters["projector"],
         kv_bytes=2 * shape.attention_layers * shape.key_values * number_bytes,
         number_bytes=number_bytes,
+        experts=mlps if "moe" in shape.family else 0.0,
         layer_times=(4.0 if lora else 6.0) + again,
         head_times=6.0 if lora else 8.0,
         tower_times=8.0 if learns else 2.0,
@@ -198,12 +200,14 @@ class Costs:
         tokens = groups * work.prompt + written
         times = model.layer_times + 2 * model.forwards
         rows = written + groups * work.group * work.observed
-        flops = times * model.layers * tokens + (model.head_times + 2 * model.forwards) * model.head * rows
+        flops = times * (model.layers - model.experts) * tokens
+        flops += (model.head_times + 2 * model.forwards) * model.head * rows
         flops += model.tower_times * model.tower * groups * work.patches
         per_pair = 4 * model.depth * model.queries * (BACKWARD_OF_ATTENTION + model.forwards)
         pairs = groups * work.prompt**2 / 2 + written * (work.prompt + written / max(1.0, groups * work.group) / 2)
         microbatches = -(-tokens // work.tokens_per_microbatch)
-        seconds = flops / (kind.flops * by.update_flops) + per_pair * pairs / (kind.flops * by.attention_flops)
+        seconds = times * model.experts * tokens / (kind.flops * by.expert_flops)
+        seconds += flops / (kind.flops * by.update_flops) + per_pair * pairs / (kind.flops * by.attention_flops)
         alone = by.update_fixed_s + microbatches * by.microbatch_s + seconds / sharing
         return alone if ranks == 1 else by.rank_fixed_s + by.rank_times * alone
 

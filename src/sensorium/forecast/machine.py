@@ -44,7 +44,8 @@ class Constants:
     """Fitted constants of one machine: seconds, or shares of a peak (of a CPU: rates, its peaks being 1).
 
     A decode step: ``decode_layer_s`` per layer, reads of weights, keys and values at a share of the bandwidth, operations
-    of each row at a share of the peak. An update: operations at a share, and ``microbatch_s`` per micro-batch.
+    of each row at a share of the peak. An update: operations at a share, those of experts at another, and
+    ``microbatch_s`` per micro-batch.
     ``rank_times``: an update on one of several ranks, relative to one process with the same work.
     """
 
@@ -58,6 +59,7 @@ class Constants:
     update_fixed_s: float
     microbatch_s: float
     update_flops: float
+    expert_flops: float
     attention_flops: float
     rollout_fixed_s: float
     other_s: float
