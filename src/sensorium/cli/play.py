@@ -5,15 +5,15 @@ import io
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Literal
 
 from PIL import Image
 from rich.text import Text as Styled
 
+from sensorium.envs.protocol import WatchedEnvironment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.report.terminal import Terminal, unguarded
@@ -83,33 +83,6 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-class WatchedEnvironment:
-    """Reports what an environment's ``reset`` and ``step`` return: ``watch(method, returned)``."""
-
-    def __init__(self, inner: Any, watch: Callable[[str, Any], None]) -> None:
-        self._inner, self._watch = inner, watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def reset(self, seed: int) -> Any:
-        return self._report("reset", self._inner.reset(seed))
-
-    def step(self, response: str) -> Any:
-        return self._report("step", self._inner.step(response))
-
-    def _report(self, method: str, returned: Any) -> Any:
-        if isawaitable(returned):
-
-            async def awaited() -> Any:
-                return self._report(method, await returned)
-
-            return awaited()
-        with suppress(AttributeError, TypeError, ValueError):  # the rollout reports values of a wrong type
-            self._watch(method, returned)
-        return returned
-
-
 class Screen:
     """Shows a person what the model would see, asks for responses, and saves the pictures."""
 
@@ -130,23 +103,28 @@ class Screen:
             [task],
             lambda request: self.ask(request.sampling.max_new_tokens),
             demonstrate=demonstrate,
-            make=lambda chosen: WatchedEnvironment(made(chosen), self.watch),
+            make=lambda chosen: WatchedEnvironment(made(chosen), self.show_first, self.show_step),
         )
 
-    def watch(self, method: str, returned: Any) -> None:
-        """Show what an environment returned."""
-        if method == "reset":
+    def show_first(self, returned: Any) -> Any:
+        """Show what an environment's reset returned; the rollout reports values of a wrong type."""
+        with suppress(AttributeError, TypeError, ValueError):
             head, observation = returned
             self.show(head)
             self.show(observation.messages)
-            return
-        self.turn += 1
-        reward = returned.reward
-        parts = reward if isinstance(reward, Mapping) else {} if reward is None else {"reward": reward}
-        rewards = "  ".join(f"{name} {_signed(value)}" for name, value in parts.items())
-        self.say(f"turn {self.turn}: {rewards or 'the environment gives no reward'}", "cyan")
-        if returned.observation is not None and not returned.done and not returned.truncated:
-            self.show(returned.observation.messages)
+        return returned
+
+    def show_step(self, returned: Any) -> Any:
+        """Show what an environment's step returned; the rollout reports values of a wrong type."""
+        with suppress(AttributeError, TypeError, ValueError):
+            self.turn += 1
+            reward = returned.reward
+            parts = reward if isinstance(reward, Mapping) else {} if reward is None else {"reward": reward}
+            rewards = "  ".join(f"{name} {_signed(value)}" for name, value in parts.items())
+            self.say(f"turn {self.turn}: {rewards or 'the environment gives no reward'}", "cyan")
+            if returned.observation is not None and not returned.done and not returned.truncated:
+                self.show(returned.observation.messages)
+        return returned
 
     def show(self, messages: Sequence[Message]) -> None:
         """Messages with their pictures."""

@@ -1,7 +1,8 @@
 """The environment protocol. A single-turn question is an environment that ends after one step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any, Protocol
 
 from sensorium.vocabulary.content import Message
@@ -56,6 +57,32 @@ class Environment(Protocol):
     def close(self) -> None:
         """Release what it holds."""
         ...
+
+
+class WatchedEnvironment:
+    """An environment whose results are passed through ``after_reset`` and ``after_step``."""
+
+    def __init__(self, inner: Any, after_reset: Callable[[Any], Any], after_step: Callable[[Any], Any]) -> None:
+        self._inner, self._after_reset, self._after_step = inner, after_reset, after_step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def reset(self, seed: int) -> Any:
+        return _then(self._inner.reset(seed), self._after_reset)
+
+    def step(self, response: str) -> Any:
+        return _then(self._inner.step(response), self._after_step)
+
+
+def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
+    if not isawaitable(returned):
+        return follow(returned)
+
+    async def later() -> Any:
+        return follow(await returned)
+
+    return later()
 
 
 def one_of(environment: str, option: str, value: str, known: Sequence[str]) -> None:

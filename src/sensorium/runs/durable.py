@@ -213,7 +213,8 @@ def full_disk_error(
         return error
     if isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error):
         return OSError(errno.ENOSPC, str(error))
-    if isinstance(error, sqlite3.OperationalError) and place is not None and shutil.disk_usage(place.parent).free < TIGHT:
+    folder = place.parent if isinstance(error, sqlite3.OperationalError) and place is not None else None
+    if folder is not None and folder.is_dir() and shutil.disk_usage(folder).free < TIGHT:
         return OSError(errno.ENOSPC, str(error))
     inner = [*error.exceptions] if isinstance(error, BaseExceptionGroup) else []
     if error.__cause__ is not None:
@@ -221,6 +222,17 @@ def full_disk_error(
     seen = looked_at | {id(error)}
     further = [full_disk_error(one, None, seen) for one in inner if id(one) not in seen]
     return next((found for found in further if found is not None), None)
+
+
+@contextmanager
+def database_errors(path: Path, what: str, way_out: str) -> Iterator[None]:
+    """Explain an error of an SQLite file in one paragraph: a full disk, or that it cannot be used, with the way out."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        if full := full_disk_error(error, path):
+            raise cannot_write(path, full) from error
+        raise RecordError(f"{what} '{path}' cannot be used: {error}. {way_out}") from error
 
 
 def _remove(draft: Path) -> None:

@@ -8,15 +8,14 @@ only the number of episodes by fate is kept, and judgements go when no checkpoin
 import json
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from sensorium.runs.durable import cannot_write, full_disk_error
+from sensorium.runs.durable import database_errors
 from sensorium.vocabulary.episode import Group
-from sensorium.vocabulary.errors import RecordError
 from sensorium.vocabulary.score import Score
 
 State = Literal["planned", "rolled_out", "scored", "trained"]
@@ -152,23 +151,14 @@ class Ledger:
             return self._db.execute(statement, values).fetchall()
 
     def _write(self, statement: str, rows: list[tuple[object, ...]]) -> None:
-        with self._lock, self._guarded():
+        with self._lock, self._guarded(), self._db:  # commits, or rolls back
             self._db.execute("BEGIN")
             self._db.executemany(statement, rows)
-            self._db.execute("COMMIT")
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Explain errors of the file in one paragraph, and roll a failed statement back."""
-        try:
-            yield
-        except sqlite3.DatabaseError as error:
-            if hasattr(self, "_db") and self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            full = full_disk_error(error, self._path)
-            if full is not None:
-                raise cannot_write(self._path, full) from error
-            raise RecordError(
-                f"the ledger '{self._path}' cannot be used: {error}. If it is damaged, move it away (with its -wal and "
-                "-shm) and go on with --resume: judgements of the open step are then asked for again."
-            ) from error
+    def _guarded(self) -> AbstractContextManager[None]:
+        return database_errors(
+            self._path,
+            "the ledger",
+            "If it is damaged, move it away (with its -wal and -shm) and go on with --resume: judgements of the open step "
+            "are then asked for again.",
+        )

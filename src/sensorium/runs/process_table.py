@@ -148,14 +148,12 @@ def alive(pid: int | None) -> bool:
         return False
     if state := process_state(pid):
         return state not in "ZX"
-    if Path("/proc/self").exists():
-        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it belongs to another user
+        pass
     return True
 
 

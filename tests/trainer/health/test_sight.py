@@ -7,7 +7,7 @@ import pytest
 
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.runs.metrics import SightResult
-from sensorium.trainer.health.sight import _Blanked, _compared, spread
+from sensorium.trainer.health.sight import _compared, blanked, spread
 from sensorium.vocabulary import Episode, Group, Message, Score, Segment, Status, Task, Turn, system, user
 
 
@@ -42,19 +42,19 @@ class Later(Plain):
 
 @pytest.mark.parametrize("environment", [Plain(), Later()], ids=["plain", "async"])
 def test_what_an_environment_shows_is_blanked_and_what_it_pays_is_not(environment: Any) -> None:
-    blanked = _Blanked(environment, Veil())  # type: ignore[arg-type]
-    assert blanked.instant is False
+    watched = blanked(environment, Veil().messages)
+    assert getattr(watched, "instant", False) is False
 
     async def call(method: Any, *arguments: Any) -> Any:
         returned = method(*arguments)
         return await returned if asyncio.iscoroutine(returned) else returned
 
-    head, observation = asyncio.run(call(blanked.reset, 0))
-    result = asyncio.run(call(blanked.step, "left"))
+    head, observation = asyncio.run(call(watched.reset, 0))
+    result = asyncio.run(call(watched.step, "left"))
     assert [message.text for message in (*head, *observation.messages)] == ["blank", "blank"]
     assert result.observation.messages[0].text == "blank"
     assert (result.reward, result.info) == (0.5, {"said": "left"})
-    asyncio.run(call(blanked.close))
+    asyncio.run(call(watched.close))
     assert environment.closed
 
 

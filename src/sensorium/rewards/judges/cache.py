@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.runs.durable import cannot_write, full_disk_error
+from sensorium.runs.process_table import alive
 from sensorium.vocabulary.errors import RecordError
 
 
@@ -32,18 +33,7 @@ def is_dead(owner: str) -> bool:
     """True if the owner of a claim was a process of this machine that no longer exists."""
     machine, _, rest = owner.partition(" ")
     pid = rest.partition(" ")[0]
-    if machine != _machine() or not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass  # the process exists but belongs to another user
-    try:  # on Linux, a killed process whose parent has not waited for it yet
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (OSError, IndexError):
-        return False
+    return machine == _machine() and pid.isdigit() and not alive(int(pid))
 
 
 def _machine() -> str:

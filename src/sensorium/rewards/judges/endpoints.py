@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sensorium.recipe.schema import JudgeEndpointSection, JudgesSection
-from sensorium.runs.durable import cannot_write, full_disk_error
+from sensorium.runs.durable import database_errors
 from sensorium.vocabulary.errors import RecipeError, RecordError, UnknownJudge
 from sensorium.vocabulary.plain import strict_json
 from sensorium.vocabulary.secrets import Secret
@@ -228,21 +228,18 @@ class SharedLimits:
         if rate is None or amount == 0:
             return 0.0
         most = max(1.0, rate * BURST_S)
-        try:
-            with closing(sqlite3.connect(self.path, timeout=30.0, isolation_level=None)) as db, db:
-                db.execute(SCHEMA)
-                db.execute("BEGIN IMMEDIATE")
-                now = time.time()
-                row = db.execute("SELECT level, at FROM buckets WHERE name = ?", (name,)).fetchone()
-                level, at = row or (most, now)
-                if at > now + CLOCKS_DIFFER_S:
-                    at = now  # the clock was set back
-                level = min(most, level + max(0.0, now - at) * rate) - amount
-                db.execute("INSERT OR REPLACE INTO buckets VALUES (?, ?, ?)", (name, level, max(now, at)))
-        except (sqlite3.Error, OSError) as error:
-            if full := full_disk_error(error):
-                raise cannot_write(self.path, full) from error
-            raise RecordError(
-                f"the file of judges' limits '{self.path}' cannot be used: {error}. Remove it and continue with --resume."
-            ) from error
-        return max(0.0, -level / rate)
+        with (
+            database_errors(self.path, "the file of judges' limits", "Remove it and continue with --resume."),
+            closing(sqlite3.connect(self.path, timeout=30.0, isolation_level=None)) as db,
+            db,
+        ):
+            db.execute(SCHEMA)
+            db.execute("BEGIN IMMEDIATE")
+            now = time.time()
+            row = db.execute("SELECT level, at FROM buckets WHERE name = ?", (name,)).fetchone()
+            level, at = row or (most, now)
+            if at > now + CLOCKS_DIFFER_S:
+                at = now  # the clock was set back
+            level = min(most, level + max(0.0, now - at) * rate) - amount
+            db.execute("INSERT OR REPLACE INTO buckets VALUES (?, ?, ?)", (name, level, max(now, at)))
+        return max(0.0, -float(level) / rate)

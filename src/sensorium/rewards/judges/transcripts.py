@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sensorium.rewards.judges.request import JudgeRequest
-from sensorium.runs.durable import cannot_write, full_disk_error
+from sensorium.runs.durable import database_errors
 from sensorium.vocabulary.content import Block, Text
-from sensorium.vocabulary.errors import RecordError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS transcripts (episode TEXT, term TEXT, key TEXT, model TEXT, prompt TEXT, messages TEXT,
@@ -90,19 +89,13 @@ class Transcripts:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """The open file, for one writer at a time."""
         assert self.path is not None, "without a path nothing is kept"
-        try:
-            with self._lock:
-                if self._db is None:
-                    self._db = sqlite3.connect(self.path, timeout=30.0, check_same_thread=False, isolation_level=None)
-                    self._db.execute("PRAGMA journal_mode=WAL")
-                    self._db.execute("PRAGMA synchronous=NORMAL")
-                    self._db.execute(SCHEMA)
-                yield self._db
-        except sqlite3.Error as error:
-            full = full_disk_error(error, self.path)
-            if full is not None:
-                raise cannot_write(self.path, full) from error
-            raise RecordError(f"judges' transcripts '{self.path}' cannot be written: {error}. Remove the file.") from error
+        with self._lock, database_errors(self.path, "the file of judges' transcripts", "Remove it."):
+            if self._db is None:
+                self._db = sqlite3.connect(self.path, timeout=30.0, check_same_thread=False, isolation_level=None)
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._db.execute(SCHEMA)
+            yield self._db
 
     def close(self) -> None:
         with self._lock:

@@ -7,13 +7,11 @@ into no ledger step and no metrics but ``sight/…``.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from inspect import isawaitable
-from typing import Any
 
 from sensorium.assembly.session import Session
 from sensorium.data.made_media import blank, muted
 from sensorium.data.mixture import permuted
-from sensorium.envs.protocol import Environment, Observation, StepResult
+from sensorium.envs.protocol import Environment, Observation, StepResult, WatchedEnvironment
 from sensorium.evaluation.evaluate import evaluate
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.metrics import SightResult
@@ -59,9 +57,9 @@ class Blanking:
         self._make = session.rollout.make_environment
         self._blanks: dict[Media, Media] = {}
 
-    def make_environment(self, task: Task) -> Environment:
+    def make_environment(self, task: Task) -> WatchedEnvironment:
         """The task's own environment, seen without the kind."""
-        return _Blanked(self._make(task), self)
+        return blanked(self._make(task), self.messages)
 
     def messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Messages with the kind blanked."""
@@ -82,43 +80,19 @@ class Blanking:
         return self._blanks[media]
 
 
-class _Blanked:
-    """An environment whose observations are blanked."""
+def blanked(inner: Environment, hide: Callable[[Sequence[Message]], tuple[Message, ...]]) -> WatchedEnvironment:
+    """An environment whose observations are changed by ``hide``."""
 
-    def __init__(self, inner: Environment, blanking: Blanking) -> None:
-        self.inner, self.blanking = inner, blanking
-        self.instant = getattr(inner, "instant", False)
-
-    def reset(self, seed: int) -> Any:
-        return _then(self.inner.reset(seed), self._first)
-
-    def step(self, response: str) -> Any:
-        return _then(self.inner.step(response), self._next)
-
-    def _first(self, begun: tuple[tuple[Message, ...], Observation]) -> tuple[tuple[Message, ...], Observation]:
+    def first(begun: tuple[tuple[Message, ...], Observation]) -> tuple[tuple[Message, ...], Observation]:
         head, observation = begun
-        return self.blanking.messages(head), Observation(self.blanking.messages(observation.messages))
+        return hide(head), Observation(hide(observation.messages))
 
-    def _next(self, result: StepResult) -> StepResult:
+    def following(result: StepResult) -> StepResult:
         if not isinstance(result, StepResult) or result.observation is None:
             return result
-        return replace(result, observation=Observation(self.blanking.messages(result.observation.messages)))
+        return replace(result, observation=Observation(hide(result.observation.messages)))
 
-    def demonstrate(self) -> str:
-        return self.inner.demonstrate()
-
-    def close(self) -> Any:
-        return self.inner.close()  # a coroutine where it is async
-
-
-def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
-    if not isawaitable(returned):
-        return follow(returned)
-
-    async def later() -> Any:
-        return follow(await returned)
-
-    return later()
+    return WatchedEnvironment(inner, first, following)
 
 
 def _compared(kind: str, shown: Sequence[Group], blanked: Sequence[Group]) -> SightResult:
