@@ -13,9 +13,10 @@ from typing import Any
 import sensorium.models.torchvision_fix  # noqa: F401  isort: skip  (before the image processors import torchvision)
 import torch
 import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from sensorium.models.tiny import tiny_tokenizer
+from sensorium.models.tiny import ANSWERS, PAD, QUESTIONS, TAGS, tiny_tokenizer
 from sensorium.models.weight_files import saving_weights
 from sensorium.recipe.family_facts import FamilyFacts
 
@@ -78,7 +79,8 @@ class General:
 
     ``tokens``: special tokens by the name of the tokenizer's attribute; ``more``: others. ``shown``: what the template
     writes for a picture or a sound. ``attention``: the implementation under which the stock model is one function.
-    ``refused``: what its refusal names, where it cannot be trained here.
+    ``pieces``: the class of its tokenizer, where that is not byte-level BPE. ``refused``: what its refusal names, where it
+    cannot be trained here.
     """
 
     config: Callable[[Callable[[str], int]], dict[str, Any]]
@@ -88,6 +90,7 @@ class General:
     shown: Mapping[str, str] = field(default_factory=dict)
     turns: Turns = CHATML
     attention: str = "sdpa"
+    pieces: Any = None
     refused: str = ""
 
 
@@ -140,7 +143,7 @@ def _gemma4(mask: str | None) -> Callable[[Callable[[str], int]], dict[str, Any]
             "video_token_id": ids("<|video|>"), "audio_token_id": ids("<|audio|>"), "boi_token_id": ids("<|image>"),
             "eoi_token_id": ids("<image|>"), "boa_token_id": ids("<|audio>"), "eoa_token_index": ids("<audio|>"),
             "text_config": text(
-                head_dim=8, global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=512,
+                head_dim=8, global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=1024,
                 num_kv_shared_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2,
                 use_bidirectional_attention=mask,
             ),
@@ -293,12 +296,25 @@ GENERAL: dict[str, General] = {
         GEMMA_TURNS,
         {"image": "<start_of_image>"},
         GEMMA,
+        pieces=T.GemmaTokenizer,
     ),
     "gemma4": General(
-        _gemma4(None), _gemma4_processor, GEMMA4_TOKENS, ("<|video|>", *GEMMA_TURNS), {"image": "<|image|>"}, GEMMA
+        _gemma4(None),
+        _gemma4_processor,
+        GEMMA4_TOKENS,
+        ("<|video|>", *GEMMA_TURNS),
+        {"image": "<|image|>"},
+        GEMMA,
+        pieces=T.GemmaTokenizer,
     ),
     "gemma4_vision": General(
-        _gemma4("vision"), _gemma4_processor, GEMMA4_TOKENS, ("<|video|>", *GEMMA_TURNS), {"image": "<|image|>"}, GEMMA
+        _gemma4("vision"),
+        _gemma4_processor,
+        GEMMA4_TOKENS,
+        ("<|video|>", *GEMMA_TURNS),
+        {"image": "<|image|>"},
+        GEMMA,
+        pieces=T.GemmaTokenizer,
     ),
     "glm4v": General(
         _glm4v,
@@ -403,6 +419,7 @@ GENERAL: dict[str, General] = {
         {"image": "<image>"},
         PREFIX,
         "eager",
+        T.GemmaTokenizer,
     ),
     "phi4_multimodal": General(
         _phi4,
@@ -481,6 +498,7 @@ GENERAL: dict[str, General] = {
         more=("<image>", *MISTRAL_TURNS),
         shown={"image": "<image>\n"},
         turns=MISTRAL,
+        pieces=T.LlamaTokenizer,
     ),
     "kimi_k25": General(
         _kimi,
@@ -512,6 +530,7 @@ GENERAL: dict[str, General] = {
         },
         more=GEMMA_TURNS,
         turns=GEMMA,
+        pieces=T.GemmaTokenizer,
     ),
     "olmo2": General(lambda ids: {"model_type": "olmo2", **text()}),
     "granite": General(lambda ids: {"model_type": "granite", **text()}),
@@ -524,14 +543,35 @@ def _with_length(processor: Any, length: int) -> Any:
 
 
 def tokenizer_of(row: General) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with the row's special tokens and no others."""
-    specials = [*row.tokens.values(), *row.more]
+    """A tokenizer with the row's special tokens that knows the words of the shipped tasks."""
+    specials = dict.fromkeys([*row.tokens.values(), *row.more])
     closing = row.turns.answer[1].strip()
     template = row.turns.template(row.shown)
+    bos = next((token for token in ("<bos>", "<s>") if token in specials), None)
+    if row.pieces:
+        return _pieces(row, ["<unk>", PAD, *specials], template, bos_token=bos, eos_token=closing)
     names = dict(row.tokens) or {"turn_end_token": closing}
-    others = tuple(token for token in dict.fromkeys(specials) if token not in names.values())
+    others = tuple(token for token in specials if token not in names.values())
     made = tiny_tokenizer(FamilyFacts("", {}, template, tokens=names, more_tokens=others, closing=closing))
-    made.bos_token = next((token for token in ("<bos>", "<s>") if token in specials), None)
+    made.bos_token = bos
+    return made
+
+
+def _pieces(row: General, specials: list[str], template: str, **more: Any) -> PreTrainedTokenizerFast:
+    """As SentencePiece's, with a token for each byte; words are trained as pieces with the mark of a space before them."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex("[\u2581 ]"), behavior="merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=[chr(i) for i in range(33, 127)], show_progress=False)
+    words = [*ANSWERS.split() * 8, *(f"\u2581{word}" for word in QUESTIONS.split() * 8)]
+    trained.train_from_iterator(words, trainer)
+    learned = json.loads(trained.to_str())["model"]
+    names = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *learned["vocab"]]
+    made = row.pieces(
+        vocab={name: i for i, name in enumerate(names)}, merges=[tuple(pair) for pair in learned["merges"]],
+        unk_token="<unk>", pad_token=PAD, extra_special_tokens=[*specials[2:]], chat_template=template,
+        model_specific_special_tokens=dict(row.tokens), model_max_length=LONGEST, **more,
+    )  # fmt: skip
+    made.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     return made
 
 
