@@ -25,10 +25,13 @@ LONGEST = 4096
 
 @dataclass(frozen=True)
 class Turns:
-    """How a chat template writes turns. ``bos`` begins a conversation; ``answer`` is also the generation prompt."""
+    """How a chat template writes turns. ``bos`` begins a conversation; ``answer`` is also the generation prompt.
+
+    ``system``: None where the template writes the system's text at the head of the user's first turn.
+    """
 
     bos: str = ""
-    system: tuple[str, str] = ("<|im_start|>system\n", "<|im_end|>\n")
+    system: tuple[str, str] | None = ("<|im_start|>system\n", "<|im_end|>\n")
     user: tuple[str, str] = ("<|im_start|>user\n", "<|im_end|>\n")
     answer: tuple[str, str] = ("<|im_start|>assistant\n", "<|im_end|>\n")
 
@@ -40,21 +43,27 @@ class Turns:
             f"{{%- if part.type == 'text' -%}}{{{{ part.text }}}}{media}{{%- endif -%}}"
             "{%- endfor -%}{%- endif -%}{%- endmacro -%}"
         )
-        roles = {"system": self.system, "user": self.user, "assistant": self.answer}
+        roles = {"user": self.user, "assistant": self.answer} | ({"system": self.system} if self.system else {})
         turns = "".join(
-            f"{{%- {word} message.role == '{role}' -%}}{{{{ {opening!r} + show(message.content) + {closing!r} }}}}"
-            for word, (role, (opening, closing)) in zip(("if", "elif", "elif"), roles.items(), strict=True)
+            f"{{%- if message.role == '{role}' -%}}{{{{ {opening!r} + head + show(message.content) + {closing!r} }}}}"
+            "{%- endif -%}".replace("head +", "head.text +" if role == "user" and not self.system else "")
+            for role, (opening, closing) in roles.items()
+        )
+        folded = (
+            "{%- if message.role == 'system' -%}{%- set head.text = show(message.content) + '\n\n' -%}"
+            "{%- else -%}{%- set head.text = '' -%}{%- endif -%}"
         )
         prompt = f"{{%- if add_generation_prompt -%}}{{{{ {self.answer[0]!r} }}}}{{%- endif -%}}"
         return (
-            f"{show}{{{{ {self.bos!r} }}}}{{%- for message in messages -%}}{turns}{{%- endif -%}}{{%- endfor -%}}{prompt}"
+            f"{show}{{{{ {self.bos!r} }}}}{{%- set head = namespace(text='') -%}}{{%- for message in messages -%}}"
+            f"{turns}{'' if self.system else folded}{{%- endfor -%}}{prompt}"
         )
 
 
 CHATML = Turns()
 GEMMA = Turns(
     "<bos>",
-    ("<start_of_turn>user\n", "\n\n"),
+    None,
     ("<start_of_turn>user\n", "<end_of_turn>\n"),
     ("<start_of_turn>model\n", "<end_of_turn>\n"),
 )
@@ -80,7 +89,7 @@ class General:
     ``tokens``: special tokens by the name of the tokenizer's attribute; ``more``: others. ``shown``: what the template
     writes for a picture or a sound. ``attention``: the implementation under which the stock model is one function.
     ``pieces``: the class of its tokenizer, where that is not byte-level BPE. ``refused``: what its refusal names, where it
-    cannot be trained here.
+    cannot be trained here. ``alike``: kinds of media that its stock tower takes in one size only in a call.
     """
 
     config: Callable[[Callable[[str], int]], dict[str, Any]]
@@ -92,6 +101,7 @@ class General:
     attention: str = "sdpa"
     pieces: Any = None
     refused: str = ""
+    alike: tuple[str, ...] = ()
 
 
 def text(**more: Any) -> dict[str, Any]:
@@ -366,6 +376,7 @@ GENERAL: dict[str, General] = {
             "image_id_end_token": "</image_id>",
         },
         shown={"image": "<|image_pad|>"},
+        alike=("image",),
     ),
     "ovis2": General(
         _ovis2,
@@ -434,6 +445,7 @@ GENERAL: dict[str, General] = {
         {"image": "<|image|>", "audio": "<|audio|>"},
         PHI,
         "eager",
+        alike=("audio",),
     ),
     "granite_speech": General(
         _granite_speech,
@@ -561,8 +573,8 @@ def _pieces(row: General, specials: list[str], template: str, **more: Any) -> Pr
     """As SentencePiece's, with a token for each byte; words are trained as pieces with the mark of a space before them."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("[\u2581 ]"), behavior="merged_with_next")
-    trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=[chr(i) for i in range(33, 127)], show_progress=False)
-    words = [*ANSWERS.split() * 8, *(f"\u2581{word}" for word in QUESTIONS.split() * 8)]
+    trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=["\n", *map(chr, range(33, 127))], show_progress=False)
+    words = ["\n\n", "\n\n\n"] * 8 + ANSWERS.split() * 8 + [f"\u2581{word}" for word in QUESTIONS.split() * 8]
     trained.train_from_iterator(words, trainer)
     learned = json.loads(trained.to_str())["model"]
     names = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *learned["vocab"]]
