@@ -4,10 +4,15 @@
 Importing it is cheap: what a name stands for is imported when it is first used.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sensorium.moved_modules import install
+
+# MKL reads this at its first product. Without it, on some CPUs (Zen 5) the last bits of a product depend on where in memory
+# its inputs happen to be, so a run would not repeat.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:
     from sensorium.api.chat import Model, Reply, load

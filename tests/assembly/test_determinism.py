@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sensorium.assembly.determinism import make_deterministic, surroundings, warn_if_changed
+from sensorium.assembly.determinism import make_deterministic, products_repeat, surroundings, warn_if_changed
 from sensorium.recipe.load import load_recipe
 
 
@@ -39,3 +39,13 @@ def test_a_run_that_goes_on_elsewhere_warns_of_what_changed() -> None:
         assert len(warn_if_changed(recorded | {"torch": "1.0"})) == 1
     with pytest.warns(UserWarning, match="C compiler"):  # recorded by versions that had C code
         assert len(warn_if_changed(recorded | {"C compiler": "gcc 12"})) == 1
+
+
+def test_products_do_not_depend_on_addresses_whatever_the_cpu() -> None:
+    assert products_repeat()
+
+
+def test_a_process_whose_products_depend_on_addresses_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sensorium.assembly.determinism.products_repeat", lambda: False)
+    with pytest.warns(UserWarning, match="MKL_CBWR"):
+        make_deterministic(load_recipe("shapes", ["threads=1"]))

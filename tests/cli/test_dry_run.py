@@ -258,7 +258,7 @@ def test_a_worker_that_hangs_longer_than_a_deadline_is_told() -> None:
     late = ["cluster.environments=2", "cluster.hang_s=40"]
     assert any("cluster.hang_s is 40" in line for line in look_at(load_recipe("frozen_lake", late)))
     crowded = ["cluster.learners=4096", "model.device=cpu"]
-    assert any("processes (4096 learner ranks) share" in line for line in look_at(load_recipe("frozen_lake", crowded)))
+    assert any("processes (4,096 learner ranks) share" in line for line in look_at(load_recipe("frozen_lake", crowded)))
 
 
 def test_a_recipe_whose_planner_tells_histories_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:

@@ -269,7 +269,9 @@ def test_a_task_that_comes_again_is_another_group_with_other_random_numbers(poli
     assert len(set(written)) == 2 * SIZE
     first = play(native(policy), None, [one])
     second = play(native(policy), None, [one], before=[one])
-    assert [*first, *second] == twice, "in one call or in two"
+    again = [e.turns[0].response.tokens for group in (*first, *second) for e in group.episodes]
+    assert again == written, "in one call or in two"  # log-probs of two rows and of four may differ in their last bits
+    assert [group.id for group in (*first, *second)] == [group.id for group in twice]
     other = Task("2-other", (user("what?"),))
     later = play(native(policy), None, [one], before=[other])[0]
     assert [e.turns[0].response.tokens for e in later.episodes] == written[:SIZE], "only the same task counts on"

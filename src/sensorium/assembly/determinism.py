@@ -38,6 +38,22 @@ def make_deterministic(recipe: Recipe) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.nn.functional.linear(ones[None], ones)
+    if not products_repeat():
+        warnings.warn(
+            "on this CPU the last bits of a matrix product depend on where in memory its inputs are, so this run will not "
+            "repeat bit for bit. Set MKL_CBWR=AUTO in the environment, or import sensorium before torch computes anything.",
+            stacklevel=2,
+        )
+
+
+def products_repeat() -> bool:
+    """Whether products of equal numbers at differently aligned addresses are equal to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    rows_BK, weight_NK = torch.rand(2, 64, generator=generator), torch.rand(64, 64, generator=generator)
+    memory = torch.empty(2 * 64 + 16)
+    wanted = torch.nn.functional.linear(rows_BK, weight_NK)
+    moved = (memory[place : place + 128].view(2, 64).copy_(rows_BK) for place in range(16))
+    return all(torch.equal(torch.nn.functional.linear(rows, weight_NK), wanted) for rows in moved)
 
 
 def surroundings() -> dict[str, str]:

@@ -26,7 +26,8 @@ BOUND = 0.02
 
 @lru_cache(maxsize=1)
 def _stock() -> Any:
-    return import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    # Where the rule is first defined; transformers copies the same functions into later models.
+    return import_module("transformers.models.qwen3_next.modeling_qwen3_next")
 
 
 def _run(name: str, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None) -> Result:

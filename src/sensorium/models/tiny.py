@@ -136,7 +136,7 @@ def _config(family: str, ids: dict[str, Any], overrides: dict[str, Any]) -> Any:
             part_class = config_class.sub_configs[f"{part}_config"]
         if "model_type" in sizes:
             part_class = CONFIG_MAPPING[sizes["model_type"]]
-        known = list(inspect.signature(part_class).parameters)
+        known = [*sizes, *inspect.signature(part_class).parameters]
         if name not in known:
             raise ModelError(f"{part_class.__name__} of a tiny {family} has no key '{name}'{nearest(name, known)}")
         sizes[name] = value
