@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.delta_states import RowStates
 from sensorium.engines.native.native_engine import NativeEngine
+from sensorium.engines.native.prefill import RouteRecorder
 from sensorium.engines.native.steps import Steps, feed
 from sensorium.engines.protocol import Sampling
 from sensorium.models.load import load_policy
@@ -52,8 +53,10 @@ def few_rows(policy: Policy, rows: int = 3, reach: int = 6) -> SimpleNamespace:
     for tensor in states.tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     write_N = torch.arange(rows * heads) * reach + reach - 1
-    fed = (torch.arange(rows) + 40, torch.arange(rows) + reach, block, write_N, torch.zeros(rows, 1, 1, reach))
-    return SimpleNamespace(block=block, states=states, fed=lambda: (*fed, *(tensor.clone() for tensor in states.tensors)))
+    routes = RouteRecorder(policy).buffer(rows) if policy.routers else torch.empty(rows, 0, 0)
+    fed = (torch.arange(rows) + 40, torch.arange(rows) + reach, block, write_N, torch.zeros(rows, 1, 1, reach), routes)
+    given = {"block": block, "states": states, "routes_BLK": routes}
+    return SimpleNamespace(**given, fed=lambda: (*fed, *(tensor.clone() for tensor in states.tensors)))
 
 
 def recorded_steps(policy: Policy, batch: Any) -> Steps:

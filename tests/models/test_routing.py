@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
-from sensorium.algorithms.losses import balance_loss, router_load
+from sensorium.algorithms.losses import RouterLoad, balance_loss, router_load
 from sensorium.models.attention import MaskedAttention
+from sensorium.models.experts import RouterOutput
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
@@ -16,11 +17,15 @@ from .stock_pair import Pair, close, row
 Pairs = Callable[..., Pair]
 
 
-def watched_pass(policy: Policy, segments: list[Segment]) -> list[torch.Tensor]:
+def watched_pass(policy: Policy, segments: list[Segment]) -> list[RouterOutput]:
     ids_T, positions_3T, placed = row(policy, segments)
     with policy.watch_routers() as seen:
         policy.language(ids_T[None], positions_3T[:, None], MaskedAttention(), placed)
     return seen
+
+
+def load_of(seen: list[RouterOutput]) -> RouterLoad:
+    return router_load([one.logits_TE for one in seen], [one.ids_TK for one in seen])
 
 
 def test_router_logits_and_their_loss_are_those_of_the_stock_model(pairs: Pairs) -> None:
@@ -31,8 +36,8 @@ def test_router_logits_and_their_loss_are_those_of_the_stock_model(pairs: Pairs)
         stock = pair.stock(**pair.inputs(messages), use_cache=False, output_router_logits=True)
     assert len(seen) == len(stock.router_logits) == 2
     for ours, theirs in zip(seen, stock.router_logits, strict=True):
-        close(ours, theirs)
-    load = router_load(seen, pair.policy.experts_per_token)
+        close(ours.logits_TE, theirs)
+    load = load_of(seen)
     close(balance_loss(load, load), stock.aux_loss)
     close(balance_loss(load, load), load_balancing_loss_func(stock.router_logits, 4, 2))
 
@@ -43,7 +48,7 @@ def test_the_loss_reaches_every_weight_before_the_last_router_recomputed_or_not(
 
     def gradients() -> dict[str, torch.Tensor]:
         policy.model.zero_grad()
-        load = router_load(watched_pass(policy, [segment]), policy.experts_per_token)
+        load = load_of(watched_pass(policy, [segment]))
         balance_loss(load, load.detach()).backward()
         return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
 

@@ -1,7 +1,7 @@
 """Policy losses over the tokens the model wrote, one function each, and the critic's loss."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -256,38 +256,63 @@ class RouterLoad:
     """What routers did with some tokens: how often each expert was chosen, its summed probabilities, how many rows.
 
     A row is a token in a layer. ``probabilities_E`` carries the gradient; the loads of parts add up to that of the whole.
+    Where routes are replayed, ``replayed`` has how many tokens and choices were, and of each how many differ from what the
+    router itself would choose: a token if it does in any layer.
     """
 
     chosen_LE: Tensor
     probabilities_E: Tensor
     rows: Tensor
+    replayed: Tensor
 
     def __add__(self, other: "RouterLoad") -> "RouterLoad":
-        return RouterLoad(
-            self.chosen_LE + other.chosen_LE,
-            self.probabilities_E + other.probabilities_E,
-            self.rows + other.rows,
-        )
+        return RouterLoad(*(mine + its for mine, its in zip(self._parts, other._parts, strict=True)))
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.chosen_LE, self.probabilities_E, self.rows, self.replayed
+
+    def over(self, summed: Callable[[Tensor], Tensor]) -> "RouterLoad":
+        """With each part replaced by its sum over processes, say."""
+        return RouterLoad(*map(summed, self._parts))
 
     def detach(self) -> "RouterLoad":
         """The same without gradient."""
-        return RouterLoad(self.chosen_LE, self.probabilities_E.detach(), self.rows)
+        return self.over(Tensor.detach)
 
 
-def router_load(logits: Sequence[Tensor], top_k: int, weights_T: Tensor | None = None) -> RouterLoad:
-    """The load by the router logits [T, E] of each layer. ``weights_T``: how often a token counts (once if not said)."""
+def router_load(
+    logits: Sequence[Tensor],
+    chosen: Sequence[Tensor],
+    weights_T: Tensor | None = None,
+    routes_TLK: Tensor | None = None,
+) -> RouterLoad:
+    """The load by the router logits [T, E] and the chosen experts [T, K] of each layer.
+
+    ``weights_T``: how often a token counts (once if not said). ``routes_TLK``: what was replayed; of tokens where it is
+    negative nothing was.
+    """
     tokens, experts = logits[0].shape
     if weights_T is None:
         weights_T = torch.ones(tokens, device=logits[0].device)
     weights_T = weights_T.to(torch.float32)
-    chosen, probabilities = [], torch.zeros(experts, device=logits[0].device)
-    for logits_TE in logits:
+    loads, probabilities = [], torch.zeros(experts, device=logits[0].device)
+    differs_LT = torch.zeros(len(logits) if routes_TLK is not None else 0, tokens, device=weights_T.device)
+    for i, (logits_TE, chosen_TK) in enumerate(zip(logits, chosen, strict=True)):
         probabilities_TE = logits_TE.softmax(-1, dtype=torch.float32)
         probabilities = probabilities + weights_T @ probabilities_TE
-        picked_TK = probabilities_TE.detach().topk(top_k, dim=-1).indices
-        picked_TE = torch.zeros_like(probabilities_TE).scatter_(1, picked_TK, 1.0)
-        chosen.append(weights_T @ picked_TE)
-    return RouterLoad(torch.stack(chosen), probabilities, weights_T.sum() * len(logits))
+        picked_TE = torch.zeros_like(probabilities_TE).scatter_(1, chosen_TK, 1.0)
+        loads.append(weights_T @ picked_TE)
+        if routes_TLK is not None:
+            own_TK = probabilities_TE.detach().topk(chosen_TK.shape[1], dim=-1).indices
+            differs_LT[i] = chosen_TK.shape[1] - picked_TE.gather(1, own_TK).sum(1)
+    replayed = torch.zeros(4, device=weights_T.device)
+    if routes_TLK is not None:
+        known_T = weights_T * (routes_TLK[:, 0, 0] >= 0)
+        choices = known_T.sum() * routes_TLK[0].numel()
+        changed = known_T @ (differs_LT > 0).any(0).float(), known_T @ differs_LT.sum(0)
+        replayed = torch.stack([known_T.sum(), choices, *changed])
+    return RouterLoad(torch.stack(loads), probabilities, weights_T.sum() * len(logits), replayed)
 
 
 def balance_loss(part: RouterLoad, whole: RouterLoad) -> Tensor:
@@ -304,4 +329,9 @@ def load_metrics(whole: RouterLoad) -> dict[str, float]:
         [share_LE.max(), share_LE.min(), (share_LE == 0).double().mean(), balance_loss(whole, whole).double()]
     )
     names = ("router/busiest_expert", "router/idlest_expert", "router/unused_experts", "router/balance_loss")
-    return dict(zip(names, found.tolist(), strict=True))
+    row = dict(zip(names, found.tolist(), strict=True))
+    tokens, choices, tokens_changed, choices_changed = whole.replayed.tolist()
+    if tokens:
+        row["router/replayed_tokens"] = tokens * len(whole.chosen_LE) / float(whole.rows)
+        row["router/changed_tokens"], row["router/changed_experts"] = tokens_changed / tokens, choices_changed / choices
+    return row

@@ -225,7 +225,8 @@ def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> t
 
     def make_engine(number: int) -> Engine:
         given = {"policy": policy, "lockstep": recipe.lockstep, "host": hosts[number]}
-        engine: Engine = build("engine", section.name, section.options, "rollout.engine.options", **given)
+        options = section.options | ({"routes": True} if recipe.algorithm.router_replay else {})
+        engine: Engine = build("engine", section.name, options, "rollout.engine.options", **given)
         return engine
 
     try:

@@ -65,7 +65,8 @@ class WriterOptions(TypedDict, total=False):
     recordings where they are faster (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
     graphs (see ``graphs``). ``compile``, on a GPU and with ``record``: steps of few rows attend in one launch (see
     ``row_attention``); the last bits differ. ``kv`` says how keys and values are stored: a block of rows (on the CPU), or
-    pages with steps launched ahead (on a GPU).
+    pages with steps launched ahead (on a GPU). ``routes`` records the experts that tokens are sent to (``Segment.routes``);
+    a recipe asks for it by ``algorithm.router_replay``.
     """
 
     max_rows: int
@@ -74,10 +75,12 @@ class WriterOptions(TypedDict, total=False):
     record: bool
     compile: bool
     kv: Literal["auto", "rows", "pages"]
+    routes: bool
 
 
 DEFAULTS: WriterOptions = {
     "max_rows": 512, "max_context": None, "keep_bytes": None, "record": True, "compile": True, "kv": "auto",
+    "routes": False,
 }  # fmt: skip
 WRITER_LIMITS = {"max_rows": (1, 1e6), "max_context": (16, 1e9), "keep_bytes": (0, 1e15), **SECONDS}
 KV = ("auto", "rows", "pages")

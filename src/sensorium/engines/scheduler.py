@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from sensorium.engines.protocol import LiveEpisodes, Request, Response
-from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.episode import Routes, Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
 # Idle turns of the event loop before a lockstep tick: an episode that just woke may still enter or send a request.
@@ -22,12 +22,13 @@ QUIET_TURNS = 3
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """Tokens of a response that earlier weights wrote, with their log-probs."""
+    """Tokens of a response that earlier weights wrote, with their log-probs and routes, where those are recorded."""
 
     version: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     sampled_logprobs: tuple[float, ...]
+    routes: Routes | None = None
 
 
 class Job:

@@ -57,7 +57,8 @@ class Critic:
         features = UpdateFeatures(self.trunk, packing.microbatches)
         values_P = torch.zeros(count, device=self.trunk.device)
         for microbatch in packing.microbatches:
-            hidden_TH = hidden_states(self.trunk, microbatch, features)
+            with self.trunk.replay_routes(microbatch.routes_TLK if self.shared else None):
+                hidden_TH = hidden_states(self.trunk, microbatch, features)
             values_P[microbatch.value_places_Q] = self.read(hidden_TH.index_select(0, microbatch.value_states_Q))
         return values_P
 

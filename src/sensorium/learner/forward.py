@@ -269,7 +269,7 @@ def rows_taken(microbatches: Sequence[MicroBatch]) -> dict[Media, Tensor]:
 
 
 def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:
-    """The language model over a micro-batch: hidden states [T, H]."""
+    """The language model over a micro-batch: hidden states [T, H]. Callers replay its routes, backward included."""
     placements, attention = features.placements(microbatch), microbatch.attention
     return policy.language(microbatch.ids_T[None], microbatch.positions_3T[:, None], attention, placements)[0]
 
@@ -307,7 +307,8 @@ class LogprobScorer:
         features = UpdateFeatures(self.policy, packing.microbatches)
         logprobs_N = torch.zeros(packing.trained, device=self.policy.device)
         for microbatch in packing.microbatches:
-            hidden_TH = hidden_states(self.policy, microbatch, features)
+            with self.policy.replay_routes(microbatch.routes_TLK):
+                hidden_TH = hidden_states(self.policy, microbatch, features)
             logprobs_N[microbatch.places_M] = self.score(hidden_TH, microbatch)[0]
         return logprobs_N
 

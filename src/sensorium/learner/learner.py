@@ -27,8 +27,9 @@ from sensorium.learner.optimizer import Optimizer, rate_share
 from sensorium.learner.packing import Packing, pack
 from sensorium.learner.team import ALONE, Team
 from sensorium.learner.update import Objective, Shares, UpdateBatch, UpdateResult, corrections, update
+from sensorium.models.experts import check_routers
 from sensorium.models.policy import Policy, Reference
-from sensorium.recipe.checks import STATES_APART
+from sensorium.recipe.checks import NO_ROUTES, STATES_APART
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError
@@ -89,6 +90,10 @@ class Learner:
                 f"algorithm.router_coef {algorithm.router_coef} balances a mixture of experts, and this {policy.family} "
                 "model has none; leave it out."
             )
+        if algorithm.router_replay:
+            if not policy.experts_per_token:
+                raise RecipeError(NO_ROUTES.format(family=policy.family))
+            policy.inside(check_routers, policy.routers)
 
     @property
     def policy_learns(self) -> bool:
@@ -278,7 +283,8 @@ class Learner:
             costs = [sum(sample.episode.sampled_tokens for sample in group) for group in groups]
         policy, limit, team = self.policy, self._batch.tokens_per_microbatch, self.team
         lay_out, owned = policy.chat.layout, team.owned(costs)
-        return team.level(pack(groups, lay_out, limit, policy.device, positions, owned, policy.matched, team.tokens))
+        given = limit, policy.device, positions, owned, policy.matched, team.tokens
+        return team.level(pack(groups, lay_out, *given, replay=self._algorithm.router_replay))
 
 
 def _forbidden_token(episode: Episode, turn: int, stop_tokens: bool) -> str:

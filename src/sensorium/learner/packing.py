@@ -16,9 +16,10 @@ from sensorium.learner.credited_episode import CreditedEpisode, Groups, LayOut, 
 from sensorium.learner.sequence_parallel import SharedAttention, SlotShare, TokenGroup, share_tokens, slot_share
 from sensorium.learner.token_runs import TokenRun, arrange, arrange_levels
 from sensorium.learner.tree_attention import LevelAttention, MatchedTree, TreeAttention
+from sensorium.models.experts import UNKNOWN
 from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.episode import Routes, Segment
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class Node:
 
     ``first`` is the place of its first token among the update's sampled tokens, or -1 where it is context. ``value`` is the
     place of the value before its first token among the update's values, ``after`` of the one after its last token, or -1.
+    ``routes`` [T, layers, experts of a token] are those that the engine recorded, ``UNKNOWN`` where it did not.
     """
 
     key: str
@@ -38,6 +40,7 @@ class Node:
     first: int = -1
     value: int = -1
     after: int = -1
+    routes: np.ndarray | None = None
     children: dict[str, "Node"] = field(default_factory=dict)
 
     @property
@@ -65,8 +68,11 @@ class Part:
     tokens: int
 
 
-def grow(samples: Sequence[CreditedEpisode], first: int, lay_out: LayOut) -> list[Node]:
-    """The roots of a group's tree; the sampled tokens are numbered from ``first`` on, in order of episodes and turns."""
+def grow(samples: Sequence[CreditedEpisode], first: int, lay_out: LayOut, *, replay: bool = False) -> list[Node]:
+    """The roots of a group's tree; the sampled tokens are numbered from ``first`` on, in order of episodes and turns.
+
+    ``replay``: nodes get the experts that the engine sent their tokens to, where it recorded them.
+    """
     roots: dict[str, Node] = {}
     for sample in samples:
         episode = sample.episode
@@ -81,7 +87,28 @@ def grow(samples: Sequence[CreditedEpisode], first: int, lay_out: LayOut) -> lis
             assert node.first < 0, f"{episode.id}: turn {turn.index} is trained twice"
             node.first = first
             first += len(turn.response.tokens)
+            if replay and turn.response.routes is not None:
+                _lay_routes(node, turn.response.routes)
     return list(roots.values())
+
+
+def _lay_routes(last: Node, routes: Routes) -> None:
+    """Give the nodes from the root to ``last`` the routes of a thread's tokens. What a node has already stays."""
+    path = [last]
+    while (parent := path[-1].parent) is not None:
+        path.append(parent)
+    kind = np.uint8 if routes.width == 1 else np.int16
+    rows = np.frombuffer(routes.context + routes.own, kind).reshape(-1, routes.layers, routes.top_k)
+    begin = -routes.start  # where a node's first token is among the rows
+    for node in reversed(path):
+        length = len(node.ids_T)
+        found = rows[max(0, begin) : max(0, begin + length)]
+        if len(found) and (node.routes is None or (node.routes[:, 0, 0] == UNKNOWN).any()):
+            if node.routes is None:
+                node.routes = np.full((length, *rows.shape[1:]), UNKNOWN, dtype=np.int16)
+            part = node.routes[max(0, -begin) :][: len(found)]
+            np.copyto(part, found, where=part == UNKNOWN)
+        begin += length
 
 
 def ask_values(
@@ -183,7 +210,8 @@ class MicroBatch:
     ``places_M`` are the predicted tokens' places among the update's sampled tokens; ``slots`` take features. ``silent``:
     no token in it has an advantage. ``fresh_T``: tokens that no earlier micro-batch computes. Where a critic is asked, its
     values ``value_places_Q`` are read at ``value_states_Q``. Where a token group shares it, T and M are this rank's;
-    ``slots`` are all, those without a token here too.
+    ``slots`` are all, those without a token here too. ``routes_TLK``: the experts that tokens are sent to (see ``Node``);
+    None: the routers choose.
     """
 
     ids_T: Tensor
@@ -197,6 +225,7 @@ class MicroBatch:
     fresh_T: Tensor
     value_states_Q: Tensor
     value_places_Q: Tensor
+    routes_TLK: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids_T)
@@ -230,19 +259,22 @@ def pack(
     owned: Sequence[bool] | None = None,
     matched: MatchedOps | None = None,
     tokens: TokenGroup | None = None,
+    *,
+    replay: bool = False,
 ) -> Packing:
     """Pack groups in order into micro-batches of at most ``limit`` tokens; every sampled token is trained once.
 
     Groups without any advantage go into micro-batches of their own, after the others: they may need no backward. With
     ``positions`` of the groups' episodes, values are read there too. Groups that are not ``owned`` are computed elsewhere.
-    ``matched``: attention sums as the engine does. ``tokens``: the ranks that share each micro-batch.
+    ``matched``: attention sums as the engine does. ``tokens``: the ranks that share each micro-batch. ``replay``: see
+    ``grow``.
     """
     parts: dict[bool, list[Part]] = {False: [], True: []}
     splits = first = sequence = value = own = 0
     for i, group in enumerate(groups):
         sampled = sum(sample.episode.sampled_tokens for sample in group)
         if owned is None or owned[i]:
-            roots = grow(group, first, lay_out)
+            roots = grow(group, first, lay_out, replay=replay)
             if positions is not None:
                 value = ask_values(roots, group, positions, sequence, value, lay_out)
             of_group = split(roots, limit)
@@ -326,6 +358,8 @@ def _lay_out(
     ids_T = np.empty(total, dtype=np.int64)
     positions_3T = np.empty((3, total), dtype=np.int64)
     fresh_T = np.zeros(total, dtype=bool)
+    shape = next((node.routes.shape[1:] for _, node in laid if node.routes is not None), None)
+    routes_TLK = None if shape is None else np.full((total, *shape), UNKNOWN, dtype=np.int16)
     slots: list[Slot] = []
     read = _Read([], [], [], [], [])
     for (i, node), place in laid.items():
@@ -333,13 +367,15 @@ def _lay_out(
         ids_T[start : start + place.count] = node.ids_T[: place.count]
         positions_3T[:, start : start + place.count] = node.positions[..., : place.count]
         fresh_T[start : start + place.count] = node in parts[i].fresh
+        if routes_TLK is not None and node.routes is not None:
+            routes_TLK[start : start + place.count] = node.routes[: place.count]
         slots += [slot.moved(start) for slot in node.slots]
         if node in parts[i].trained:
             assert place.before is not None, "what the model wrote follows something"
             before = laid[i, place.before]
             read.note(node, before.run.start + before.offset + before.count - 1, start)
     parts_read = (read.states, read.targets, read.places, read.value_states, read.value_places)
-    row = _Row(ids_T, positions_3T, fresh_T, tuple(slots), *map(_joined, parts_read))
+    row = _Row(ids_T, positions_3T, fresh_T, tuple(slots), *map(_joined, parts_read), routes_TLK)
     if tokens is None:
         return row.microbatch(_attention(batches, device, matched), device, silent)
     shares = share_tokens(runs, tokens.size)
@@ -360,6 +396,7 @@ class _Row:
     places_M: np.ndarray
     value_states_Q: np.ndarray
     value_places_Q: np.ndarray
+    routes_TLK: np.ndarray | None
 
     def share(self, places: np.ndarray, device: torch.device) -> "_Row":
         """The tokens at ``places`` alone, and what is read from them. Where there are none, one that nobody reads."""
@@ -373,6 +410,7 @@ class _Row:
         return _Row(
             self.ids_T[kept], self.positions_3T[:, kept], fresh_T, slots, states_M[here_M], self.targets_M[here_M],
             self.places_M[here_M], values_Q[here_Q], self.value_places_Q[here_Q],
+            None if self.routes_TLK is None else self.routes_TLK[kept],
         )  # fmt: skip
 
     def microbatch(

@@ -122,7 +122,8 @@ class Routers:
             return
         with self._policy.watch_routers() as seen:
             yield
-        self._part = router_load(seen, self._experts, microbatch.fresh_T)
+        logits, chosen = [one.logits_TE for one in seen], [one.ids_TK for one in seen]
+        self._part = router_load(logits, chosen, microbatch.fresh_T, microbatch.routes_TLK)
         told = self._part.detach()
         if ahead:
             self._ahead = told if self._ahead is None else self._ahead + told
@@ -147,7 +148,7 @@ class Routers:
     def _over_ranks(self, load: RouterLoad | None) -> RouterLoad | None:
         if load is None:
             return None
-        return RouterLoad(*(self._team.sum(part) for part in (load.chosen_LE, load.probabilities_E, load.rows)))
+        return load.over(self._team.sum)
 
 
 # The loss is a sum over tokens with weights from whole-update counts; what is measured is measured over whole-update
@@ -332,7 +333,7 @@ class _Pass:
         features = UpdateFeatures(policy, packing.microbatches)
         logprobs_N = torch.zeros_like(self.logprobs_N)
         for microbatch in packing.microbatches:
-            with self.routers.watch(microbatch, ahead=True):
+            with policy.replay_routes(microbatch.routes_TLK), self.routers.watch(microbatch, ahead=True):
                 hidden_TH = hidden_states(policy, microbatch, features)
             logprobs_N[microbatch.places_M] = self.scorer.score(hidden_TH, microbatch)[0]
         self.routers.close_ahead()
@@ -362,6 +363,10 @@ class _Pass:
 
     def _run(self, microbatch: MicroBatch, features: UpdateFeatures) -> None:
         """Forward and backward of one micro-batch; one that idles has no graph, but for a critic's."""
+        with self.scorer.policy.replay_routes(microbatch.routes_TLK):
+            self._run_routed(microbatch, features)
+
+    def _run_routed(self, microbatch: MicroBatch, features: UpdateFeatures) -> None:
         with torch.set_grad_enabled(not self._idles(microbatch)):
             with self.routers.watch(microbatch):
                 hidden_TH = hidden_states(self.scorer.policy, microbatch, features)

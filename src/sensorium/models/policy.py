@@ -22,6 +22,7 @@ from sensorium.models.attention import Attention
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.delta_net import is_delta
 from sensorium.models.encoding import Counters, Encoder, MediaCounts
+from sensorium.models.experts import RouterOutput, replaying, routers_of, watching
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
 from sensorium.models.lora import Adapters
@@ -195,12 +196,6 @@ class Policy:
         return self._fused
 
     @property
-    def _routers(self) -> list[nn.Module]:
-        """The router of each layer that has experts, in order."""
-        blocks = [layer.mlp for layer in self.adapter.language_model.layers]
-        return [block.gate for block in blocks if hasattr(block, "gate") and hasattr(block, "experts")]
-
-    @property
     def delta_layers(self) -> tuple[int, ...]:
         """The layers that are gated delta nets: they have states, the others keys and values."""
         return tuple(i for i, layer in enumerate(self.adapter.language_model.layers) if is_delta(layer))
@@ -208,23 +203,29 @@ class Policy:
     @property
     def experts_per_token(self) -> int:
         """How many experts a token is sent to; 0 for a model without experts."""
-        return self.adapter.language_model.config.num_experts_per_tok if self._routers else 0
+        return self.adapter.language_model.config.num_experts_per_tok if self.routers else 0
+
+    @property
+    def routers(self) -> list[nn.Module]:
+        """The router of each layer that has experts, in order."""
+        return routers_of(self.adapter.language_model)
 
     @contextmanager
-    def watch_routers(self) -> Iterator[list[Tensor]]:
-        """Collects the router logits [B·T, experts] of the ``language`` pass inside, one tensor per layer with experts.
-
-        The stock block returns no logits, so hooks read them. They exist only inside: a layer that is recomputed in a
-        backward pass outside is not read twice.
-        """
+    def watch_routers(self) -> Iterator[list[RouterOutput]]:
+        """Collects what routers decide in the ``language`` pass inside (``models/experts.py``)."""
         self._stack()  # its trial run before the first use must not be collected
-        seen: list[Tensor] = []
-        hooks = [router.register_forward_hook(lambda *call: seen.append(call[2][0])) for router in self._routers]
-        try:
+        with watching(self.routers) as seen:
             yield seen
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+    @contextmanager
+    def replay_routes(self, routes_TLK: Tensor | None) -> Iterator[None]:
+        """Inside, the tokens of ``language`` are sent to recorded experts, if there are any; backward belongs inside."""
+        if routes_TLK is None:
+            yield
+            return
+        self._stack()
+        with replaying(self.routers, routes_TLK):
+            yield
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Float32 logits of chosen positions."""

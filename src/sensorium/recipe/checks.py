@@ -71,6 +71,10 @@ STATES_APART = (
     "cluster.sequence_parallel out."
 )
 ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+NO_ROUTES = (
+    "algorithm.router_replay sends tokens to the experts that the engine chose, and this {family} model has no experts; "
+    "leave it out."
+)
 OWN_WEIGHTS = ("process", "vllm")
 # Sources whose tasks have no environment of their own.
 QUESTIONS = ("shapes", "intent", "daily_omni", "caprl", "captioned_shapes", "caption_reading", "sight_and_sound")
@@ -188,6 +192,14 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             reason = "rollout.engine.options.kv is 'rows', while it attends over pages. Use kv: auto or pages."
         if reason:
             raise RecipeError(f"model.precision is 'matched', and {reason}")
+    if recipe.algorithm.router_replay:
+        if shape is not None and not experts:
+            raise RecipeError(NO_ROUTES.format(family=shape.family))
+        if engine.name == "vllm":
+            raise RecipeError(
+                "algorithm.router_replay needs the experts that the engine chose, and those of vLLM are not read here. Use "
+                "rollout.engine: native or process, or algorithm.correction."
+            )
     if shape is not None and shape.delta and cluster.sequence_parallel > 1:
         raise RecipeError(f"cluster.sequence_parallel is {cluster.sequence_parallel}, and {STATES_APART}")
     optimizers = (recipe.optimizer, recipe.warm_start.optimizer, recipe.algorithm.critic.optimizer)

@@ -253,6 +253,9 @@ class AlgorithmSection(Section):
     kl: KLSection = Field(default=KLSection(), description="penalty for leaving the model that RL started from")
     correction: CorrectionSection = Field(default=CorrectionSection(), description="for the engine-learner mismatch")
     router_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss of a mixture of experts")
+    router_replay: bool = Field(
+        default=False, description="a mixture's tokens go to the experts that the engine sent them to, also in the learner"
+    )
     critic: CriticSection = Field(default=CriticSection(), description="the value model of the gae estimators")
     loss_mask: bool = Field(default=True, description="train only on what the model wrote; false: also on observations")
     gae_mask: bool = Field(default=True, description="GAE only over what the model wrote; false: also over observations")

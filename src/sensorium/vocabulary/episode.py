@@ -45,13 +45,42 @@ class VersionSpan:
 
 
 @dataclass(frozen=True)
+class Routes:
+    """The experts that an engine sent tokens of a thread to: ids [tokens, layers, top_k] of ``width`` bytes each.
+
+    The tokens are those that the model computed, so media count with all of theirs. They begin at place ``start`` of the
+    thread: first those of a response's context, the same object for all responses to it, then the response's own, but for
+    the last, which was not computed. Example: a prompt of 10 tokens and a response of 3 have 12, from 0 on; the second
+    turn of the thread starts at 12.
+    """
+
+    start: int
+    context: bytes = field(repr=False)
+    own: bytes = field(repr=False)
+    layers: int
+    top_k: int
+    width: int
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token."""
+        return self.layers * self.top_k * self.width
+
+    def followed_by(self, later: "Routes") -> "Routes":
+        """With the tokens that only ``later`` has, which newer weights computed."""
+        known = (len(self.context) + len(self.own)) // self.row
+        return replace(self, own=self.own + (later.context + later.own)[(self.start + known - later.start) * self.row :])
+
+
+@dataclass(frozen=True)
 class Segment:
     """Tokens by one author, with one placeholder per medium, which a model family expands.
 
     Of model segments: ``logprobs`` are the engine's, of the policy (softmax(logits / temperature), forbidden ids masked);
     ``sampled_logprobs`` of the distribution sampled from (after top-p and top-k); ``byte_ends`` is the end of every token
     in the UTF-8 bytes of ``text`` (tokens without text, like stop tokens, add no bytes). ``policy_version`` wrote all of
-    it, unless ``versions`` are given: weights may change meanwhile.
+    it, unless ``versions`` are given: weights may change meanwhile. ``routes``: which experts the engine used, where it was
+    asked to record them.
     """
 
     author: Author
@@ -64,6 +93,7 @@ class Segment:
     policy_version: int = 0
     name: str = ""
     versions: tuple[VersionSpan, ...] = ()
+    routes: Routes | None = None
 
     @cached_property
     def key(self) -> str:

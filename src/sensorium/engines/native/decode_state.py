@@ -60,9 +60,12 @@ class RowLayout:
 
 
 class DecodeState:
-    """The tensors, for up to ``rows`` rows of ``pages`` pages each."""
+    """The tensors, for up to ``rows`` rows of ``pages`` pages each; ``routes_BLK`` where experts are recorded."""
 
-    def __init__(self, rows: int, pages: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, pages: int, vocab_size: int, device: torch.device, routes_BLK: Tensor | None = None
+    ) -> None:
+        self.routes_BLK = routes_BLK
         self.rows, self.pages = rows, pages
         self.vocab_size = vocab_size
         self.device = device

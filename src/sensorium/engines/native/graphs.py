@@ -1,7 +1,7 @@
 """The device half of decoding: one step over rows at fixed addresses, and a CUDA graph of it for each of a few buckets."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps, read_again
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, page_table, write_tokens
+from sensorium.engines.native.prefill import RouteRecorder, record_routes
 from sensorium.kernels.compile_time import compiling
 from sensorium.kernels.device_code import NoDeviceCode
 from sensorium.kernels.fallbacks import fall_back, note_fallback
@@ -241,7 +242,9 @@ class DecodeRunner:
         fast: bool,
         max_context: int = LEAST_PAGES * PAGE,
         compile: bool = False,
+        recorder: RouteRecorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self.notes: list[str] = []
         self.noted: Callable[[str], None] | None = None
         self.captured = 0
@@ -258,6 +261,11 @@ class DecodeRunner:
     def latest_B(self) -> Tensor:
         """The last token of every row, on the device."""
         return self._state.tokens_B
+
+    @property
+    def routes_BLK(self) -> Tensor | None:
+        """The experts of the tokens that the latest step fed, until the next; None where they are not recorded."""
+        return self._state.routes_BLK
 
     def lay_out(self, rows: Sequence[RowLayout], latest_N: Tensor) -> None:
         """Make these rows the batch; their last tokens are taken from ``latest_N``."""
@@ -324,7 +332,9 @@ class DecodeRunner:
         return TorchOps()
 
     def _make_state(self, pages: int) -> DecodeState:
-        return DecodeState(bucket_of(self._max_rows), pages, self._policy.vocab_size, self._policy.device)
+        rows = bucket_of(self._max_rows)
+        routes = None if self._recorder is None else self._recorder.buffer(rows)
+        return DecodeState(rows, pages, self._policy.vocab_size, self._policy.device, routes)
 
     def _verify(self, count: int, pages: int) -> None:
         """Hold the fast step against the reference on the batch as it is; what both write to the cache is overwritten.
@@ -373,7 +383,11 @@ class DecodeRunner:
     def _run(self, bucket: int) -> None:
         rows = self._state.view(bucket)
         _, _, self._ops.apart = self._key(bucket)
-        logits_BV = self._step.logits(rows, self._pool)
+        routes_BLK = self._state.routes_BLK
+        with nullcontext([]) if routes_BLK is None else self._policy.watch_routers() as seen:
+            logits_BV = self._step.logits(rows, self._pool)
+        if routes_BLK is not None:
+            record_routes(seen, routes_BLK[:bucket])
         before_B = rows.tokens_B.clone() if self._pool.states else rows.tokens_B
         self._ops.draw(logits_BV, rows, self._forbidden_F, self._stop_S, self._truncated)
         if self._pool.states:

@@ -110,6 +110,7 @@ class _Launch:
     rows: list[PagedRow | None]
     host_3B: Tensor
     done: Any
+    routes_BLK: Tensor | None = None  # of the tokens that the step fed
 
     def read(self) -> list[list[float]]:
         """Tokens, log-probs and sampled log-probs; waits until they are there."""
@@ -151,8 +152,10 @@ class PagedWriter(Writer):
         keep_bytes: int | None,
         record: bool,
         compile: bool,
+        routes: bool = False,
     ) -> None:
-        super().__init__(policy, max_rows=max_rows, max_context=max_context, keep_bytes=keep_bytes, record=False)
+        given: Any = {"max_rows": max_rows, "max_context": max_context, "keep_bytes": keep_bytes, "routes": routes}
+        super().__init__(policy, record=False, **given)
         block = self._cache.block
         states = StateSlots(self._cache.states.windows, self._cache.states.states)
         self._pool = PagePool(
@@ -160,7 +163,7 @@ class PagedWriter(Writer):
         )
         self._runner = DecodeRunner(
             policy, self._pool, self._forbidden_F, self._stop_S, max_rows,
-            fast=record, max_context=self._max_context, compile=compile,
+            fast=record, max_context=self._max_context, compile=compile, recorder=self._recorder,
         )  # fmt: skip
         self._rows: list[PagedRow] = []  # type: ignore[assignment]
         self._laid: list[PagedRow] = []  # the batch as the device has it
@@ -254,8 +257,11 @@ class PagedWriter(Writer):
             group[0].pages = self._pool.allocate(group[0].pages_needed())
             group[0].slot = self._pool.states.allocate()
         laid = _PrefillRows(self._pool, [group[0] for group in groups], self._policy.matched)
-        hidden_NH = prefill(self._policy, laid, entries, 0, features, self.counters)
+        hidden_NH = prefill(self._policy, laid, entries, 0, features, self.counters, self._recorder)
         self._store_paged_prompts(entries, groups, hidden_NH)
+        for entry, group in zip(entries, groups, strict=True):
+            for row in group:
+                row.context_routes = entry.routes
         for entry, group in zip(entries, groups, strict=True):
             if entry.key not in keys:
                 self._give_back(group[0])
@@ -323,9 +329,8 @@ class PagedWriter(Writer):
         """Store the KV of prompts that later requests may share, with the hidden state of their last token."""
         for i, (entry, group) in enumerate(zip(entries, groups, strict=True)):
             if entry.shareable and entry.suffix is not None:
-                length = entry.prefix[-1].length
-                block, states = self._pool.take(group[0].pages, length), self._pool.states.take(group[0].slot)
-                self._prefix_cache.put(entry.key, StoredKV(entry.prefix, length, block, hidden_NH[i].clone(), states))
+                block, states = self._pool.take(group[0].pages, group[0].length), self._pool.states.take(group[0].slot)
+                self._prefix_cache.put(entry.key, entry.whole(block, hidden_NH[i].clone(), states))
 
     def _first_draw(self, rows: Sequence[PagedRow], logits_BV: Tensor) -> None:
         device = logits_BV.device
@@ -357,7 +362,7 @@ class PagedWriter(Writer):
         for row in self._laid:
             rows.append(row if row.wants_more else None)
             row.launched += row.wants_more
-        self._under_way.append(_sent(rows, packed_3B))
+        self._under_way.append(_sent(rows, packed_3B, self._runner.routes_BLK))
         return True
 
     def _lay_out(self) -> None:
@@ -373,12 +378,14 @@ class PagedWriter(Writer):
 
     def _read(self, launch: _Launch) -> None:
         """Append what a step drew to its rows; end the responses that end. What was drawn past an end is dropped."""
-        for row, token, logprob, sampled in zip(launch.rows, *launch.read(), strict=True):
+        for i, (row, token, logprob, sampled) in enumerate(zip(launch.rows, *launch.read(), strict=True)):
             if row is None:
                 continue
             if row.job.future.done():
                 self.counters.dropped_tokens += 1
                 continue
+            if launch.routes_BLK is not None:
+                row.own_routes.append(launch.routes_BLK[i].numpy().tobytes())
             finish = row.take(int(token), logprob, sampled, self._policy)
             self.counters.decoded_tokens += 1
             if logprob != logprob:
@@ -404,12 +411,17 @@ def _pages_of(
     return sum(row.pages_needed() for row in rows) - shared, later - shared
 
 
-def _sent(rows: list[PagedRow | None] | list[PagedRow], packed_3B: Tensor) -> _Launch:
-    """On its way to the host, without waiting; the buffer may be overwritten by later steps right away."""
+def _sent(rows: list[PagedRow | None] | list[PagedRow], packed_3B: Tensor, routes_BLK: Tensor | None = None) -> _Launch:
+    """On its way to the host, without waiting; the buffers may be overwritten by later steps right away."""
+    routes = None if routes_BLK is None else routes_BLK[: len(rows)]
     if packed_3B.device.type != "cuda":
-        return _Launch(list(rows), packed_3B.clone(), None)
-    host_3B = torch.empty(packed_3B.shape, dtype=packed_3B.dtype, pin_memory=True)
-    host_3B.copy_(packed_3B, non_blocking=True)
+        return _Launch(list(rows), packed_3B.clone(), None, None if routes is None else routes.clone())
+    host_3B, host_BLK = _on_host(packed_3B), None if routes is None else _on_host(routes)
     done = torch.cuda.Event()
     done.record()
-    return _Launch(list(rows), host_3B, done)
+    return _Launch(list(rows), host_3B, done, host_BLK)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

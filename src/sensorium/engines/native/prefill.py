@@ -1,8 +1,9 @@
 """Features of media for prefill: encoded once per policy version, checked against the spans that take them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from sensorium.engines.native.prefix_cache import PrefixEntry, StoredKV, Uncache
 from sensorium.engines.scheduler import Job
 from sensorium.models.attention import Attention
 from sensorium.models.delta_net import DeltaState
+from sensorium.models.experts import RouterOutput
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, sent_to
 from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.episode import Routes
 from sensorium.vocabulary.errors import SensoriumError
 
 
@@ -99,6 +102,7 @@ class SharedContext:
     """A distinct context of a tick and the requests that share it.
 
     ``stored`` is copied into the row before ``suffix`` is computed. Without a suffix, the stored prompt is whole.
+    ``routes``: of the context, as far as they are known, once it is computed.
     """
 
     key: object
@@ -106,6 +110,7 @@ class SharedContext:
     suffix: UncachedSuffix | None
     stored: StoredKV | None
     jobs: list[Job]
+    routes: Routes | None = None
 
     @classmethod
     def plan(cls, policy: Policy, job: Job, key: object, stored: StoredKV | None) -> "SharedContext":
@@ -123,6 +128,11 @@ class SharedContext:
         """Whether another thread can have the same context: one without the unique words of a model."""
         return all(segment.author == "environment" for segment in self.jobs[0].context)
 
+    def whole(self, block: Tensor, hidden_H: Tensor, states: tuple[DeltaState, ...]) -> StoredKV:
+        """What is stored of it for later requests, once it is computed."""
+        routes = self.routes if self.routes is not None and self.routes.start == 0 else None
+        return StoredKV(self.prefix, self.prefix[-1].length, block, hidden_H, states, routes)
+
     @property
     def media(self) -> tuple[Media, ...]:
         """The media whose features it needs."""
@@ -135,6 +145,43 @@ class SharedContext:
         return (1 if self.suffix.held else 0), -self.suffix.ids_T.shape[0]
 
 
+class RouteRecorder:
+    """Records which experts tokens are sent to, as bytes."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        routers: list[Any] = policy.routers
+        self.layers, self.top_k = len(routers), policy.experts_per_token
+        self.dtype = torch.uint8 if max(router.num_experts for router in routers) <= 256 else torch.int16
+
+    def watch(self) -> AbstractContextManager[list[RouterOutput]]:
+        """Collects what routers decide in the pass inside."""
+        return self._policy.watch_routers()
+
+    def buffer(self, rows: int) -> Tensor:
+        """Where a decode step writes the routes [B, L, K] of the tokens that it feeds."""
+        return torch.zeros(rows, self.layers, self.top_k, dtype=self.dtype, device=self._policy.device)
+
+    def rows_of(self, seen: Sequence[RouterOutput], lengths: Sequence[int]) -> list[bytes]:
+        """The routes of each row of a padded pass, without the padding."""
+        ids_BTLK = torch.stack([one.ids_TK for one in seen], 1).to(self.dtype).unflatten(0, (len(lengths), -1)).cpu()
+        return [ids_BTLK[i, :length].numpy().tobytes() for i, length in enumerate(lengths)]
+
+    def continued(self, entry: SharedContext, computed: bytes) -> Routes:
+        """The routes of a context whose last tokens were computed now. A thread's earlier responses have those before."""
+        assert entry.suffix is not None
+        held, width = entry.suffix.held, self.dtype.itemsize
+        before = entry.stored.routes if entry.stored is not None else None
+        if before is None or not held:
+            return Routes(held, computed, b"", self.layers, self.top_k, width)
+        return replace(before, context=before.context[: (held - before.start) * before.row] + computed)
+
+
+def record_routes(seen: Sequence[RouterOutput], routes_BLK: Tensor) -> None:
+    """Write what routers decided in a decode step into the buffer of its rows."""
+    routes_BLK.copy_(torch.stack([one.ids_TK for one in seen], 1))
+
+
 def prefill(
     policy: Policy,
     cache: PrefillRows,
@@ -142,8 +189,12 @@ def prefill(
     first: int,
     features: Mapping[Media, Features],
     counters: PrefillCounters,
+    recorder: RouteRecorder | None = None,
 ) -> Tensor:
-    """Compute entry i (sorted by ``work``) in cache row ``first + i``; the hidden state of each context's last token."""
+    """Compute entry i (sorted by ``work``) in cache row ``first + i``; the hidden state of each context's last token.
+
+    With a ``recorder``, entries get their routes.
+    """
     for i, entry in enumerate(entries):
         if entry.stored is not None:
             held = entry.suffix.held if entry.suffix else entry.stored.length
@@ -151,7 +202,12 @@ def prefill(
     suffixes = [entry.suffix for entry in entries if entry.suffix is not None]
     hidden = []
     for start, chunk in _chunks(suffixes):
-        hidden.append(_forward(policy, cache, chunk, first + start, features))
+        with nullcontext() if recorder is None else recorder.watch() as seen:
+            hidden.append(_forward(policy, cache, chunk, first + start, features))
+        if recorder is not None and seen is not None:
+            computed = recorder.rows_of(seen, [suffix.ids_T.shape[0] for suffix in chunk])
+            for entry, rows in zip(entries[start : start + len(chunk)], computed, strict=True):
+                entry.routes = recorder.continued(entry, rows)
         new = sum(suffix.ids_T.shape[0] for suffix in chunk)
         if chunk[0].held:
             counters.extensions += len(chunk)
@@ -159,6 +215,9 @@ def prefill(
         else:
             counters.prefills += len(chunk)
             counters.prefill_tokens += new
+    for entry in entries:
+        if entry.suffix is None and entry.stored is not None:
+            entry.routes = entry.stored.routes
     hidden += [
         entry.stored.hidden_H[None]
         for entry in entries

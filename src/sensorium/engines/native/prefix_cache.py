@@ -23,7 +23,7 @@ from sensorium.models.delta_net import DeltaState
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement, Slot
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.episode import Routes, Segment
 from sensorium.vocabulary.errors import EngineError
 
 
@@ -47,7 +47,8 @@ class StoredKV:
 
     ``block`` has ``length`` tokens. After a response that is one less than in ``prefix``: the last sampled token was
     never fed. A prompt is stored with ``hidden_H`` of its last token, so that the next request computes nothing of it.
-    ``states`` are those of delta nets after exactly ``length`` tokens, in models that have some.
+    ``states`` are those of delta nets after exactly ``length`` tokens, in models that have some. ``routes`` are of a
+    prompt, from its first token on: a thread's are in its responses.
     """
 
     prefix: tuple[PrefixEntry, ...]
@@ -55,11 +56,13 @@ class StoredKV:
     block: Tensor
     hidden_H: Tensor | None = None
     states: tuple[DeltaState, ...] = ()
+    routes: Routes | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory of keys, values and states."""
-        return self.block.nbytes + sum(one.window_BWC.nbytes + one.state_BGKV.nbytes for one in self.states)
+        routes = 0 if self.routes is None else len(self.routes.context)
+        return self.block.nbytes + routes + sum(one.window_BWC.nbytes + one.state_BGKV.nbytes for one in self.states)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Rows: the responses being written, as the host knows them and as the device holds them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from sensorium.engines.native.sampler import SamplingRows, signed64, uniforms
 from sensorium.engines.protocol import FinishReason
 from sensorium.engines.scheduler import Job, WrittenPart
 from sensorium.models.policy import Policy
+from sensorium.vocabulary.episode import Routes
 
 AHEAD = 16  # steps whose random numbers are computed at once
 
@@ -55,6 +57,8 @@ class Row:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.sampled_logprobs: list[float] = []
+        self.context_routes: Routes | None = None  # None: they are not recorded
+        self.own_routes: list[bytes] = []  # of the tokens that were fed
         self._stop_ids = stop_ids if self.sampling.stop_tokens else frozenset()
         self._stops = StopStrings(self.sampling.stop) if self.sampling.stop else None
         if self._stops is not None and token_bytes is not None:
@@ -63,12 +67,13 @@ class Row:
     def carry(self, version: int) -> None:
         """Hand what these weights wrote to the job, which is then admitted again."""
         if self.tokens:
-            part = WrittenPart(version, tuple(self.tokens), tuple(self.logprobs), tuple(self.sampled_logprobs))
-            self.job.carried = (*self.job.carried, part)
+            self.job.carried = self.parts(version)
 
     def parts(self, version: int) -> tuple[WrittenPart, ...]:
         """All that was written, by the weights that wrote it; these are of ``version``."""
-        own = WrittenPart(version, tuple(self.tokens), tuple(self.logprobs), tuple(self.sampled_logprobs))
+        begun = self.context_routes
+        routes = None if begun is None else replace(begun, own=b"".join(self.own_routes))
+        own = WrittenPart(version, tuple(self.tokens), tuple(self.logprobs), tuple(self.sampled_logprobs), routes)
         return (*self.job.carried, own)
 
     def take(self, token: int, logprob: float, sampled: float, policy: Policy) -> FinishReason | None:
@@ -99,7 +104,15 @@ class Batch:
     numbers are functions of a row's key and its token's place, so those of the next steps are computed together.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: KVCache, forbidden_F: Tensor, stop_S: Tensor, vocab_size: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        cache: KVCache,
+        forbidden_F: Tensor,
+        stop_S: Tensor,
+        vocab_size: int,
+        routes_BLK: Tensor | None = None,
+    ) -> None:
         device = forbidden_F.device
         table = [[row.tokens[-1] if row.tokens else 0 for row in rows]]
         table.append([row.position + len(row.tokens) - 1 for row in rows])
@@ -111,6 +124,7 @@ class Batch:
         ).unbind(0)
         self._uniforms_TB = torch.empty(0, len(rows), dtype=torch.float64)
         self.block, self.states = cache.block, cache.states
+        self.routes_BLK = torch.empty(len(rows), 0, 0) if routes_BLK is None else routes_BLK
         self.reach = max(table[2]) + 1
         self.write_N = write_places(cache, 0, lengths_B, 1)
         self.bias_B11S = causal_bias(cache, lengths_B, 1, cache.capacity)
@@ -120,7 +134,7 @@ class Batch:
     def fed(self) -> tuple[Tensor, ...]:
         """What ``steps.feed`` takes."""
         bias_B11S = self.bias_B11S[..., : self.reach]
-        return self.tokens_B, self.positions_B, self.block, self.write_N, bias_B11S, *self.states.tensors
+        return self.tokens_B, self.positions_B, self.block, self.write_N, bias_B11S, self.routes_BLK, *self.states.tensors
 
     def drawn(self) -> tuple[Tensor, ...]:
         """What ``steps.draw`` takes besides logits and sampling parameters."""

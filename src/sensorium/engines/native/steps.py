@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sensorium.engines.native.delta_states import DeltaRows, RowStates, layer_places
 from sensorium.engines.native.key_values import CachedAttention
+from sensorium.engines.native.prefill import record_routes
 from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.models.policy import Policy
@@ -188,17 +189,23 @@ def feed(
     block: Tensor,
     write_N: Tensor,
     bias_B11S: Tensor,
+    routes_BLK: Tensor,
     *states: Tensor,
 ) -> Tensor:
     """Feed one token per row, its keys and values to the cache; the logits of the next.
 
-    ``states``: windows and states of delta nets (``RowStates.tensors``), which advance by the token.
+    ``routes_BLK`` takes the experts that the tokens are sent to, unless it is empty. ``states``: windows and states of
+    delta nets (``RowStates.tensors``), which advance by the token.
     """
     places, nets = layer_places(policy.adapter.language_model), len(states) // 2
     deltas = DeltaRows(RowStates(states[:nets], states[nets:]), places, slice(0, tokens_B.shape[0]))
     attention = CachedAttention(block, write_N, bias_B11S, places=places, deltas=deltas)
     positions_3B1 = positions_B[None, :, None].expand(3, -1, 1)
-    hidden_B1H = policy.language(tokens_B[:, None], positions_3B1, attention, stock=policy.matched is None)
+    recorded = int(routes_BLK.shape[1]) > 0
+    with policy.watch_routers() if recorded else nullcontext([]) as seen:
+        hidden_B1H = policy.language(tokens_B[:, None], positions_3B1, attention, stock=policy.matched is None)
+    if recorded:
+        record_routes(seen, routes_BLK)
     return policy.logits(hidden_B1H[:, -1])
 
 
@@ -241,7 +248,7 @@ class Steps:
         """The logits after every row's last token, until the next call."""
         self._fed += 1
         if self._record and self._fed == RECORD_AFTER:
-            self._record_feed(batch.block, batch.states)
+            self._record_feed(batch)
         if self._feed is None:
             return feed(self._policy, *batch.fed())
         return self._feed(*batch.fed())
@@ -276,9 +283,10 @@ class Steps:
         """The parts that a decode step computes with."""
         return self._policy.adapter.language_model, self._policy.adapter.head
 
-    def _record_feed(self, block: Tensor, states: RowStates) -> None:
+    def _record_feed(self, batch: Batch) -> None:
         """A recording of ``feed``, if it can be recorded."""
-        trials = [feed_trial(block, states, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2), (32, 9))]
+        given = batch.block, batch.states, batch.routes_BLK
+        trials = [feed_trial(*given, rows, reach) for rows, reach in ((2, 3), (3, 5), (1, 2), (32, 9))]
         try:
             self._feed, self.refusal = record(partial(feed, self._policy), trials, self._modules), None
         except CannotRecord as error:
@@ -296,14 +304,15 @@ class Steps:
             return None
 
 
-def feed_trial(block: Tensor, states: RowStates, rows: int, reach: int) -> Inputs:
+def feed_trial(block: Tensor, states: RowStates, routes_BLK: Tensor, rows: int, reach: int) -> Inputs:
     """Inputs of ``feed`` for so many rows, with a small cache of their own."""
     layers, two, _, kv_heads, _, size = block.shape
     small = _ramp(block, layers, two, rows, kv_heads, reach, size)
     tokens_B, positions_B = torch.arange(rows) + 7 * (rows % 32), torch.arange(rows) + reach
     write_N = torch.arange(rows * kv_heads) * reach + reach - 1
     held = [_ramp(tensor, rows, *tensor.shape[1:]) for tensor in states.tensors]
-    return tokens_B, positions_B, small, write_N, block.new_zeros(rows, 1, 1, reach), *held
+    routes = routes_BLK.new_zeros(rows, *routes_BLK.shape[1:])
+    return tokens_B, positions_B, small, write_N, block.new_zeros(rows, 1, 1, reach), routes, *held
 
 
 def _ramp(like: Tensor, *shape: int) -> Tensor:

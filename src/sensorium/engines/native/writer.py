@@ -12,7 +12,8 @@ aside. Later groups then join without a pass of their own: a few short prompts t
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from math import isnan
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from sensorium.engines.native.delta_states import RowStates, layer_places
 from sensorium.engines.native.key_values import KVCache
-from sensorium.engines.native.prefill import FeatureCache, SharedContext, check_features, prefill
+from sensorium.engines.native.prefill import FeatureCache, RouteRecorder, SharedContext, check_features, prefill
 from sensorium.engines.native.prefix_cache import PrefixCache, StoredKV, context_key
 from sensorium.engines.native.response_rows import Batch, Row
 from sensorium.engines.native.steps import Steps
@@ -30,7 +31,7 @@ from sensorium.models.encoding import spare_bytes
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.episode import VersionSpan
+from sensorium.vocabulary.episode import Routes, VersionSpan
 from sensorium.vocabulary.errors import EngineError
 
 AHEAD_TOKENS = 16384  # of prompts that are computed before their groups have room
@@ -124,6 +125,7 @@ class Writer:
         max_context: int | None,
         keep_bytes: int | None,
         record: bool,
+        routes: bool = False,
     ) -> None:
         config = policy.model.config.get_text_config()
         keep_bytes = spare_bytes(policy.device) if keep_bytes is None else keep_bytes
@@ -141,6 +143,7 @@ class Writer:
         self._features = FeatureCache(policy, keep_bytes)
         self._prefix_cache = PrefixCache(keep_bytes)
         self._steps = Steps(policy, record)
+        self._recorder = RouteRecorder(policy) if routes else None
         self._on_cpu = policy.device.type == "cpu"
         self.version = policy.version
         self._stop_ids = frozenset(policy.chat.stop_ids)
@@ -268,8 +271,10 @@ class Writer:
         rows = [Row(job, entry.prefix, self._max_context, self._stop_ids, token_bytes) for job, entry in owners]
         first = len(self._rows)
         self._reserve([*self._rows, *rows])
-        hidden_NH = prefill(self._policy, self._cache, entries, first, features, self.counters)
+        hidden_NH = prefill(self._policy, self._cache, entries, first, features, self.counters, self._recorder)
         self._store_prompts(entries, first, hidden_NH)
+        for row, (_, entry) in zip(rows, owners, strict=True):
+            row.context_routes = entry.routes
         logits_NV = self._policy.logits(hidden_NH)
         leaders = [i for i, entry in enumerate(entries) for _ in entry.jobs[1:]]
         if leaders:
@@ -330,14 +335,19 @@ class Writer:
             if entry.shareable and entry.suffix is not None:
                 length = entry.prefix[-1].length
                 block, states = self._cache.take(first + i, length), self._cache.states.take(first + i)
-                self._prefix_cache.put(entry.key, StoredKV(entry.prefix, length, block, hidden_NH[i].clone(), states))
+                self._prefix_cache.put(entry.key, entry.whole(block, hidden_NH[i].clone(), states))
 
     # Feeding and drawing.
 
     def _decode(self) -> Tensor:
         """Feed every row its last token; the logits of the next."""
         self.counters.decode_steps += 1
-        return self._steps.feed(self._laid_out())
+        batch = self._laid_out()
+        logits_BV = self._steps.feed(batch)
+        if self._recorder is not None:
+            for row, ids_LK in zip(self._rows, batch.routes_BLK.numpy(), strict=True):
+                row.own_routes.append(ids_LK.tobytes())
+        return logits_BV
 
     def _draw(self, logits_BV: Tensor) -> None:
         """Draw the next token of every row, and end the responses that end."""
@@ -358,7 +368,9 @@ class Writer:
         """The rows' tensors, with room in the cache for one more token of each."""
         if self._batch is None or self._batch.reach >= self._cache.capacity:
             self._reserve(self._rows)
-            self._batch = Batch(self._rows, self._cache, self._forbidden_F, self._stop_S, self._policy.vocab_size)
+            routes = None if self._recorder is None else self._recorder.buffer(len(self._rows))
+            given = self._forbidden_F, self._stop_S, self._policy.vocab_size, routes
+            self._batch = Batch(self._rows, self._cache, *given)
         return self._batch
 
     def _reserve(self, rows: Sequence[Row]) -> None:
@@ -383,4 +395,7 @@ def joined_response(policy: Policy, job: Job, parts: Sequence[WrittenPart], fini
         parts[0].version,
         versions,
     )
+    recorded = [part.routes for part in parts if part.routes is not None]
+    if recorded:
+        segment = replace(segment, routes=reduce(Routes.followed_by, recorded))
     return Response(segment, finish, versions)
