@@ -138,6 +138,14 @@ RESUMED = {
         warm_start={"steps": 1, "prompts_per_step": 4, "optimizer": {"lr": 1e-3}},
         evaluation={"every": 2, "at_start": True},
     ),
+    "a mixture of experts, replayed over turns": small(
+        "experts",
+        "frozen_lake",
+        model={"path": "tiny:qwen3_vl_moe"},
+        rollout={"max_new_tokens": 4, "max_turns": 3},
+        algorithm={"router_replay": True, "router_coef": 0.01},
+        batch={"updates_per_epoch": 2},
+    ),
     "video and sound, of which little is kept": small(
         "clips",
         "sight_and_sound",

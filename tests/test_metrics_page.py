@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "experts": {
         "model": {"path": "tiny:qwen3_vl_moe"},
-        "algorithm": {"router_coef": 0.01},
+        "algorithm": {"router_coef": 0.01, "router_replay": True},
         "selection": {"variance_share": 0.5},
     },
     "an environment": {

@@ -47,6 +47,15 @@ def test_what_matched_precision_cannot_compute_is_refused(cause: str) -> None:
     assert not list(computing_notes(recipe("qwen3_vl", precision="matched")))
 
 
+def test_replaying_experts_is_refused_where_there_are_none_or_nobody_records_them() -> None:
+    replay = {"router_replay": True}
+    assert not list(computing_notes(recipe("qwen3_vl_moe", "cpu", algorithm=replay)))
+    with pytest.raises(RecipeError, match=r"router_replay.*qwen3_vl model has no experts"):
+        list(computing_notes(recipe("qwen3_vl", "cpu", algorithm=replay)))
+    with pytest.raises(RecipeError, match=r"router_replay.*vLLM"):
+        list(computing_notes(recipe("qwen3_vl_moe", "cpu", algorithm=replay, rollout={"engine": "vllm"})))
+
+
 def test_learners_cannot_share_the_tokens_of_delta_nets() -> None:
     with pytest.raises(RecipeError, match=r"sequence_parallel is 2.*delta nets"):
         list(computing_notes(recipe("qwen3_5", cluster={"learners": 2, "sequence_parallel": 2})))

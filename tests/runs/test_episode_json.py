@@ -33,6 +33,7 @@ from sensorium.vocabulary import (
     system,
     user,
 )
+from sensorium.vocabulary.episode import Routes
 from sensorium.vocabulary.task import EnvironmentSpec
 
 texts = st.text(max_size=12)
@@ -71,6 +72,9 @@ tasks = st.builds(
 )
 
 
+recorded = st.builds(Routes, st.integers(0, 9), st.binary(max_size=4), st.binary(max_size=4), *[st.just(1)] * 3)
+
+
 @st.composite
 def segments(draw: st.DrawFn, author: str) -> Segment:
     """A segment of either author, log-probs included where the model wrote."""
@@ -78,7 +82,9 @@ def segments(draw: st.DrawFn, author: str) -> Segment:
     logprobs = tuple(draw(st.lists(floats, min_size=len(tokens), max_size=len(tokens)))) if author == "model" else ()
     spans = () if author == "model" else tuple(MediaSpan(0, m) for m in draw(st.lists(media, max_size=1)))
     ends = tuple(range(len(tokens))) if author == "model" else ()
-    return Segment(author, tokens, spans, draw(texts), logprobs, logprobs, ends, draw(st.integers(0, 9)), draw(texts))
+    given = (author, tokens, spans, draw(texts), logprobs, logprobs, ends, draw(st.integers(0, 9)), draw(texts))
+    routes = draw(st.none() | recorded) if author == "model" else None
+    return Segment(*given, routes=routes)
 
 
 @st.composite
@@ -115,7 +121,9 @@ def through_text(data: dict) -> dict:
 @given(episodes(), tasks)
 @settings(max_examples=60, deadline=None)
 def test_an_episode_comes_back_as_it_was(episode: Episode, task: Task) -> None:
-    assert episode_from_json(through_text(episode_to_json(episode))) == episode
+    assert episode_from_json(through_text(episode_to_json(episode, routes=True))) == episode
+    logged = episode_from_json(through_text(episode_to_json(episode)))
+    assert not any(turn.response.routes for turn in logged.turns)
     assert task_from_json(through_text(task_to_json(task))) == task
 
 

@@ -93,7 +93,7 @@ class Learner:
         if algorithm.router_replay:
             if not policy.experts_per_token:
                 raise RecipeError(NO_ROUTES.format(family=policy.family))
-            policy.inside(check_routers, policy.routers)
+            check_routers(policy.adapter.language_model)
 
     @property
     def policy_learns(self) -> bool:

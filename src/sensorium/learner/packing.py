@@ -5,7 +5,7 @@ at the place where it was generated; a value is read in exactly one node; nodes 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -375,7 +375,8 @@ def _lay_out(
             before = laid[i, place.before]
             read.note(node, before.run.start + before.offset + before.count - 1, start)
     parts_read = (read.states, read.targets, read.places, read.value_states, read.value_places)
-    row = _Row(ids_T, positions_3T, fresh_T, tuple(slots), *map(_joined, parts_read), routes_TLK)
+    row = _Row(ids_T, positions_3T, fresh_T, tuple(slots), *map(_joined, parts_read))
+    row = replace(row, routes_TLK=routes_TLK)
     if tokens is None:
         return row.microbatch(_attention(batches, device, matched), device, silent)
     shares = share_tokens(runs, tokens.size)
@@ -396,7 +397,7 @@ class _Row:
     places_M: np.ndarray
     value_states_Q: np.ndarray
     value_places_Q: np.ndarray
-    routes_TLK: np.ndarray | None
+    routes_TLK: np.ndarray | None = None
 
     def share(self, places: np.ndarray, device: torch.device) -> "_Row":
         """The tokens at ``places`` alone, and what is read from them. Where there are none, one that nobody reads."""

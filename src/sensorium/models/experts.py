@@ -87,14 +87,18 @@ def chosen_weights(router: nn.Module, logits_TE: Tensor, ids_TK: Tensor) -> Tens
 
 
 @torch.no_grad()
-def check_routers(routers: Sequence[nn.Module]) -> None:
-    """Refuse routers whose weights are not those of ``chosen_weights``: their choice could not be replayed."""
-    for router in {type(router): router for router in routers}.values():
-        weight: Any = router.weight
-        drawn_TH = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        logits_TE, weights_TK, ids_TK = router(drawn_TH.to(weight.device, weight.dtype))
-        if not torch.equal(chosen_weights(router, logits_TE, ids_TK).to(weights_TK.dtype), weights_TK):
+def check_routers(language_model: Any) -> None:
+    """Refuse routers whose weights are not those of ``chosen_weights``: their choice could not be replayed.
+
+    Held against a router of each kind with weights of its own, for a sharded one's are elsewhere.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    for kind in {type(router) for router in routers_of(language_model)}:
+        router: Any = kind(language_model.config).float()
+        router.weight.copy_(torch.randn(router.weight.shape, generator=drawn))
+        logits_TE, weights_TK, ids_TK = router(torch.randn(8, router.weight.shape[1], generator=drawn))
+        if not torch.equal(chosen_weights(router, logits_TE, ids_TK), weights_TK):
             raise ModelError(
-                f"algorithm.router_replay: {type(router).__name__} weighs experts in a way that is not known here, so the "
-                "engine's choice cannot be replayed. Set it to false."
+                f"algorithm.router_replay: {kind.__name__} weighs experts in a way that is not known here, so the engine's "
+                "choice cannot be replayed. Set it to false."
             )

@@ -10,6 +10,7 @@ back shared. ``info``, ``metadata`` and ``answer`` must be JSON values (a tuple 
 import json
 import math
 import sqlite3
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,7 +21,7 @@ from sensorium.runs.durable import read_rows, rewrite_rows, write_rows
 from sensorium.runs.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.content import USUAL, Media, Message, Text
 from sensorium.vocabulary.decoding import parameters_from, parameters_to_data
-from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn, VersionSpan
+from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Routes, Segment, Status, Thread, Turn, VersionSpan
 from sensorium.vocabulary.errors import RecordError
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import EnvironmentSpec, Task
@@ -77,14 +78,22 @@ def write_episodes(
     groups: Iterable[Group],
     limit: int = 0,
     credits: Mapping[str, EpisodeCredit] | None = None,
+    *,
+    routes: bool = False,
 ) -> None:
-    """Write a step's episodes, one row each with its task and credit (by episode id); ``limit`` at most (0: all)."""
+    """Write a step's episodes, one row each with its task and credit (by episode id); ``limit`` at most (0: all).
+
+    ``routes``: also the experts that the engine recorded, to train on them again.
+    """
     members = ((group.task, episode) for group in groups for episode in group.episodes)
     known = credits or {}
-    write_rows(path, (episode_row(step, task, e, known.get(e.id)) for task, e in islice(members, limit or None)))
+    shown = islice(members, limit or None)
+    write_rows(path, (episode_row(step, task, e, known.get(e.id), routes=routes) for task, e in shown))
 
 
-def episode_row(step: int, task: Task, episode: Episode, credit: EpisodeCredit | None = None) -> Json:
+def episode_row(
+    step: int, task: Task, episode: Episode, credit: EpisodeCredit | None = None, *, routes: bool = False
+) -> Json:
     """The log row of one episode, with short and often used fields first, for people and for jq."""
     missing = {
         score.name if score.turn is None else f"{score.name}, turn {score.turn}": score.reason
@@ -98,7 +107,7 @@ def episode_row(step: int, task: Task, episode: Episode, credit: EpisodeCredit |
         **_sparse(missing=missing),
         **({} if credit is None else credit_to_json(credit)),
         "task": task_to_json(task),
-        "episode": episode_to_json(episode),
+        "episode": episode_to_json(episode, routes=routes),
     }
 
 
@@ -158,7 +167,7 @@ def task_from_json(data: Json) -> Task:
     )
 
 
-def episode_to_json(episode: Episode) -> Json:
+def episode_to_json(episode: Episode, *, routes: bool = False) -> Json:
     """An episode, its segments once."""
     table: list[Segment] = []
     places: dict[Segment, int] = {}
@@ -193,7 +202,10 @@ def episode_to_json(episode: Episode) -> Json:
         head=messages_to_json(episode.head),
         turns=turns,
         threads=threads,
-        segments=[_segment_to_json(segment) for segment in table],
+        segments=[
+            _segment_to_json(segment) | _sparse(routes=_routes_to_json(segment.routes) if routes else None)
+            for segment in table
+        ],
     )
 
 
@@ -285,7 +297,20 @@ def _segment_from_json(data: Json) -> Segment:
         policy_version=data["policy_version"],
         name=data.get("name", ""),
         versions=tuple(VersionSpan(*span) for span in data.get("versions", ())),
+        routes=_routes_from_json(data.get("routes")),
     )
+
+
+def _routes_to_json(routes: Routes | None) -> Json | None:
+    if routes is None:
+        return None
+    return vars(routes) | {"context": b64encode(routes.context).decode(), "own": b64encode(routes.own).decode()}
+
+
+def _routes_from_json(data: Json | None) -> Routes | None:
+    if data is None:
+        return None
+    return Routes(**{**data, "context": b64decode(data["context"]), "own": b64decode(data["own"])})
 
 
 def messages_to_json(messages: Sequence[Message]) -> list[Json]:

@@ -155,7 +155,7 @@ def keep_batch(
     shutil.rmtree(folder, ignore_errors=True)
     learner.save(folder / "model")
     shutil.copy(directory.recipe, folder / "recipe.yaml")
-    write_episodes(folder / "episodes.jsonl", step, groups)
+    write_episodes(folder / "episodes.jsonl", step, groups, routes=True)
     store = MediaStore(folder / "media")
     for shown in {
         span.media for group in groups for e in group.episodes for t in e.threads for s in t.segments for span in s.media

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,8 @@ from sensorium.recipe.schema import (
     LossSection,
     OptimizerSection,
 )
+from sensorium.vocabulary import Segment, Thread
+from sensorium.vocabulary.episode import Routes
 
 from ...models.clips import clip
 from ..played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
@@ -58,6 +61,25 @@ def long_video(player: Player) -> Groups:
 def videos(player: Player) -> Groups:
     """Of two ranks one has the video and the other nothing to look at."""
     return [player.single_turn(size=2, pictures=0, more=[player.film()]), player.single_turn(size=4, pictures=0)]
+
+
+def with_routes(player: Player) -> Groups:
+    """As ``pictures``; but for the first group, an engine recorded experts, here drawn at random."""
+    groups, policy = pictures(player), player.policy
+    experts, top_k, layers = policy.routers[0].num_experts, policy.experts_per_token, len(policy.routers)
+
+    def routed(thread: Thread, written: Segment) -> Segment:
+        tokens = sum(len(policy.chat.layout(segment)) for segment in thread.segments) - 1
+        ids = np.stack([player.rng.permutation(experts)[:top_k] for _ in range(tokens * layers)]).astype(np.uint8)
+        return replace(written, routes=Routes(0, ids.tobytes(), b"", layers, top_k, 1))
+
+    def sample(one: CreditedEpisode) -> CreditedEpisode:
+        turns = tuple(
+            replace(turn, response=routed(e.threads[turn.thread], turn.response)) for e in [one.episode] for turn in e.turns
+        )
+        return replace(one, episode=replace(one.episode, turns=turns))
+
+    return [groups[0], *([sample(one) for one in group] for group in groups[1:])]
 
 
 PLAIN = AlgorithmSection()
@@ -85,7 +107,12 @@ TWICE = BatchSection(tokens_per_microbatch=120, epochs_per_step=2)
 SCENARIOS = {
     "pictures": Scenario("qwen3_vl", pictures, FULL),
     "videos": Scenario("qwen2_5_vl", videos, AlgorithmSection(loss=LossSection(name="gspo")), TWICE),
-    "experts": Scenario("qwen3_vl_moe", pictures, AlgorithmSection(router_coef=0.1), freeze=("vision", "projector")),
+    "experts": Scenario(
+        "qwen3_vl_moe",
+        with_routes,
+        AlgorithmSection(router_coef=0.1, router_replay=True),
+        freeze=("vision", "projector"),
+    ),
     "states": Scenario("qwen3_5", pictures, FULL),
     "critic": Scenario("qwen2_5_vl", pictures, PPO, offload=True),
     "long video": Scenario("qwen3_vl", long_video),

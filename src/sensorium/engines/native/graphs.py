@@ -1,7 +1,7 @@
 """The device half of decoding: one step over rows at fixed addresses, and a CUDA graph of it for each of a few buckets."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps, read_again
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, page_table, write_tokens
-from sensorium.engines.native.prefill import RouteRecorder, record_routes
+from sensorium.engines.native.prefill import RouteRecorder, recording_routes
 from sensorium.kernels.compile_time import compiling
 from sensorium.kernels.device_code import NoDeviceCode
 from sensorium.kernels.fallbacks import fall_back, note_fallback
@@ -339,8 +339,9 @@ class DecodeRunner:
     def _verify(self, count: int, pages: int) -> None:
         """Hold the fast step against the reference on the batch as it is; what both write to the cache is overwritten.
 
-        States of delta nets, which both would advance, are put back. Rows without numbers fail by themselves and tell
-        nothing; where there are no others, the next batch is taken.
+        States of delta nets, which both would advance, are put back. Experts are the reference's: where two are nearly as
+        likely, a rounding would change all that follows. Rows without numbers fail by themselves and tell nothing; where
+        there are no others, the next batch is taken.
         """
         rows = self._state.view(self._bucket)
         bound = BOUNDS[self._policy.dtype] * (1 if self._policy.matched is None else MATCHED_FACTOR)
@@ -352,7 +353,9 @@ class DecodeRunner:
             for tensor, before in zip(states.tensors, held, strict=True):
                 tensor.index_copy_(0, slots_B, before)
 
-        expected_BV = StockStep(self._policy, TorchOps()).logits(used, self._pool)[:count].float()
+        with self._policy.watch_routers() as seen:
+            expected_BV = StockStep(self._policy, TorchOps()).logits(used, self._pool)[:count].float()
+        routes_BLK = torch.stack([one.ids_TK for one in seen], 1) if seen else None
         put_back()
         sound_B = expected_BV.isfinite().all(1)
         if states:
@@ -362,7 +365,8 @@ class DecodeRunner:
         self._verified = True
         _, _, self._ops.apart = self._key(self._bucket)
         try:
-            found_BV = self._step.logits(rows, self._pool)[:count].float()
+            with self._policy.replay_routes(routes_BLK):
+                found_BV = self._step.logits(rows, self._pool)[:count].float()
             error = float((found_BV - expected_BV)[sound_B].abs().max() / expected_BV[sound_B].abs().max())
             wrong = "" if error <= bound else f"give logits {error:.2g} off the reference (bound {bound:g} of the largest)"
         except Exception as failure:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
@@ -384,10 +388,8 @@ class DecodeRunner:
         rows = self._state.view(bucket)
         _, _, self._ops.apart = self._key(bucket)
         routes_BLK = self._state.routes_BLK
-        with nullcontext([]) if routes_BLK is None else self._policy.watch_routers() as seen:
+        with recording_routes(self._policy, None if routes_BLK is None else routes_BLK[:bucket]):
             logits_BV = self._step.logits(rows, self._pool)
-        if routes_BLK is not None:
-            record_routes(seen, routes_BLK[:bucket])
         before_B = rows.tokens_B.clone() if self._pool.states else rows.tokens_B
         self._ops.draw(logits_BV, rows, self._forbidden_F, self._stop_S, self._truncated)
         if self._pool.states:

@@ -1,7 +1,7 @@
 """Features of media for prefill: encoded once per policy version, checked against the spans that take them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -177,8 +177,14 @@ class RouteRecorder:
         return replace(before, context=before.context[: (held - before.start) * before.row] + computed)
 
 
-def record_routes(seen: Sequence[RouterOutput], routes_BLK: Tensor) -> None:
-    """Write what routers decided in a decode step into the buffer of its rows."""
+@contextmanager
+def recording_routes(policy: Policy, routes_BLK: Tensor | None) -> Iterator[None]:
+    """Writes what routers decide in the decode step inside into the buffer of its rows, if there is one."""
+    if routes_BLK is None:
+        yield
+        return
+    with policy.watch_routers() as seen:
+        yield
     routes_BLK.copy_(torch.stack([one.ids_TK for one in seen], 1))
 
 

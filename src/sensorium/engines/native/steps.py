@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sensorium.engines.native.delta_states import DeltaRows, RowStates, layer_places
 from sensorium.engines.native.key_values import CachedAttention
-from sensorium.engines.native.prefill import record_routes
+from sensorium.engines.native.prefill import recording_routes
 from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample
 from sensorium.models.policy import Policy
@@ -201,11 +201,8 @@ def feed(
     deltas = DeltaRows(RowStates(states[:nets], states[nets:]), places, slice(0, tokens_B.shape[0]))
     attention = CachedAttention(block, write_N, bias_B11S, places=places, deltas=deltas)
     positions_3B1 = positions_B[None, :, None].expand(3, -1, 1)
-    recorded = int(routes_BLK.shape[1]) > 0
-    with policy.watch_routers() if recorded else nullcontext([]) as seen:
+    with recording_routes(policy, routes_BLK if int(routes_BLK.shape[1]) else None):
         hidden_B1H = policy.language(tokens_B[:, None], positions_3B1, attention, stock=policy.matched is None)
-    if recorded:
-        record_routes(seen, routes_BLK)
     return policy.logits(hidden_B1H[:, -1])
 
 

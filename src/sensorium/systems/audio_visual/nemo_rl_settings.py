@@ -459,7 +459,7 @@ TABLE: dict[str, Any] = {
         " sglang_kwargs.* refit_transport refit_cfg.* port_range_* real_quant_export_cpu_offload model_name"
         " _pad_token_id trtllm_cfg.* quant_cfg": ENGINE,
     },
-    "policy.*router_replay*": feature("model.precision: matched lets engine and learner agree"),
+    "policy.*router_replay*": feature("algorithm.router_replay does it with rollout.engine: native"),
     "data.": {
         "dataset_name train.dataset_name": _dataset("train"),
         "validation.dataset_name": _dataset("evaluate"),

@@ -637,7 +637,7 @@ TABLE: dict[str, Any] = {
         "fsdp_config.model_dtype": no_place("model.dtype; moments and remainders keep float32 masters"),
         "strategy fsdp_config.* megatron.*": PARALLEL,
         "profiler.* *profile*": MEASURED,
-        "router_replay.*": feature("model.precision: matched lets engine and learner agree"),
+        "router_replay.*": feature("algorithm.router_replay does it with rollout.engine: native"),
         "entropy_* calculate_*": no_effect("entropy is always measured, in chunks"),
         "use_prefix_grouper": no_effect("a group's prompt is always computed once"),
         "data_loader_seed": no_effect("updates keep the order of the draws"),
