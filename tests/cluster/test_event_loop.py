@@ -6,8 +6,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from inspect import CORO_CLOSED, getcoroutinestate
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,16 @@ from sensorium.cluster.event_loop import LoopThread, run_async
 from sensorium.envs.remote.client import EnvironmentClient
 from sensorium.recipe.schema import JudgesSection
 from sensorium.rewards.judges.client import JudgeClient
+
+
+@contextmanager
+def _ctrl_c(handler: Any) -> Iterator[None]:
+    """Inside, SIGINT has this handler. Where tests run in a shell's background it is ignored."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_run_after_one_whose_end_was_interrupted_too() -> None:
@@ -65,13 +75,8 @@ def test_a_signal_that_another_thread_took_ends_a_run_that_waits_for_nothing_els
         state = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat").read_text().rpartition(")")[2].split()[0]
         return state == "S"
 
-    # Where tests run in a shell's background, SIGINT is ignored, and what is ignored ends nothing.
-    before = signal.signal(number, signal.default_int_handler)
-    try:
-        with stopping_in_order(), pytest.raises(KeyboardInterrupt):
-            run_async(hang())
-    finally:
-        signal.signal(number, before)
+    with _ctrl_c(signal.default_int_handler), stopping_in_order(), pytest.raises(KeyboardInterrupt):
+        run_async(hang())
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -123,12 +128,26 @@ def test_a_signal_while_a_loop_is_made_ends_the_run_and_leaves_nothing_open(
     monkeypatch.setattr(MadeWithASignal, "number", number)
     monkeypatch.setattr("asyncio.events.new_event_loop", MadeWithASignal)
     work = asyncio.sleep(0)
-    before = signal.getsignal(signal.SIGINT)
-    with stopping_in_order(), pytest.raises(KeyboardInterrupt):
-        run_async(work)
+    with _ctrl_c(signal.default_int_handler), stopping_in_order():
+        with pytest.raises(KeyboardInterrupt):
+            run_async(work)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert [loop.is_closed() for loop in MadeWithASignal.made] == [True]
     assert getcoroutinestate(work) == CORO_CLOSED, "else Python warns that it was never awaited"
-    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_signal_in_the_last_step_of_a_run_ends_it_and_not_the_next(ctrl_c: Any) -> None:
+    """A web server that has stopped in order raises the signal that stopped it again, and ends."""
+
+    async def ends() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    with _ctrl_c(ctrl_c), stopping_in_order() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            run_async(ends())
+        assert stop.code == 128 + signal.SIGTERM
+        assert run_async(asyncio.sleep(0, 7)) == 7
 
 
 def test_the_loop_of_a_thread_is_closed_with_what_runs_in_it() -> None:

@@ -100,7 +100,8 @@ def interrupt_here() -> bool:
     with _lock:
         if thread not in _running or thread in _interrupted:
             return False
-    interrupt(thread)
+        _interrupted.add(thread)
+        _running[thread][1].cancel()  # not at the loop's next turn, which comes after the end of what ends now
     return True
 
 
