@@ -55,3 +55,22 @@ def test_shared_memory_that_a_group_has_mapped_is_found_until_it_is_removed() ->
         memory.unlink()
     assert segment not in mapped_segments(os.getpgrp()), "it is mapped still, and has no name"
     memory.close()
+
+
+HANGING = """
+import sys, time
+from sensorium.cluster.python_process import PipedProcess
+hanging = [sys.executable, "-S", "-c", "import time; print('0', end='', flush=True); time.sleep(600)"]
+kept = PipedProcess(hanging, {}, silent=True)
+kept.read(1, time.monotonic() + 60)
+print(kept.pid, PipedProcess(hanging, {}, silent=True).pid)
+"""
+
+
+def test_a_piped_process_that_hangs_ends_with_who_started_it_and_leaves_no_open_pipe() -> None:
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", HANGING]
+    ended = subprocess.run(command, capture_output=True, env=os.environ | path, text=True)
+    assert ended.stderr == ""
+    assert [pid for pid in ended.stdout.split() if Path("/proc", pid).exists()] == []
+    assert len(ended.stdout.split()) == 2

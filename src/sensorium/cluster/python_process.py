@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -245,7 +246,10 @@ class ProcessLost(Exception):
 
 
 class PipedProcess:
-    """``command`` with pipes to its standard input and output. With ``silent`` its standard error is discarded."""
+    """``command`` with pipes to its standard input and output. With ``silent`` its standard error is discarded.
+
+    ``end`` kills it. That is done, too, when nobody knows this object any more, and when this process exits.
+    """
 
     def __init__(
         self, command: Sequence[str], surroundings: Mapping[str, str], folder: str | None = None, *, silent: bool = False
@@ -262,6 +266,7 @@ class PipedProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.end = weakref.finalize(self, _end, self._process)
 
     @property
     def alive(self) -> bool:
@@ -287,19 +292,12 @@ class PipedProcess:
             selector.register(self._stdout, selectors.EVENT_READ)
             while len(data) < count:
                 if not selector.select(max(0.0, until - time.monotonic())):
-                    raise TimeoutError
+                    raise TimeoutError("its process did not answer in time")
                 read = os.read(self._stdout.fileno(), min(count - len(data), 1 << 20))
                 if not read:
                     raise ProcessLost(self._death())
                 data += read
         return bytes(data)
-
-    def end(self) -> None:
-        """Kill it."""
-        self._process.kill()
-        self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
 
     def _death(self) -> str:
         try:
@@ -307,3 +305,8 @@ class PipedProcess:
         except subprocess.TimeoutExpired:
             return "its process closed its pipes"
         return f"its process died by signal {-code}" if code < 0 else f"its process ended with code {code}"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    with process:  # waits for it and closes its pipes
+        process.kill()

@@ -283,5 +283,4 @@ def _taken() -> _Renderer:
             process = _idle.pop()
             if process.alive:
                 return process
-            process.end()
     return _Renderer()

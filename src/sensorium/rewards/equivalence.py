@@ -8,15 +8,14 @@ import json
 import logging
 import os
 import resource
-import selectors
 import signal
-import subprocess
+import struct
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
+from sensorium.cluster.python_process import PipedProcess, ProcessLost
 from sensorium.vocabulary.errors import RewardFailure
 
 MEMORY_BYTES = 4 * 1024**3
@@ -30,7 +29,7 @@ class EquivalencePool:
         self.timeout_s = timeout_s
         self._places = threading.BoundedSemaphore(count)
         self._lock = threading.Lock()
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._idle: list[_Comparer] = []
 
     def equal(self, known: str, given: str) -> bool | None:
         """Whether two answers are equal as mathematics; None if the known one cannot be read. RewardFailure: no verdict."""
@@ -45,15 +44,12 @@ class EquivalencePool:
         with self._places:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
-            worker = worker if worker is not None and worker.poll() is None else self._start()
+            worker = worker if worker is not None and worker.alive else _Comparer(self.timeout_s)
             try:
-                assert worker.stdin is not None
-                worker.stdin.write(json.dumps(question).encode() + b"\n")
-                worker.stdin.flush()
-                reply = _reply(worker, self.timeout_s + START_S)
-            except (OSError, RewardFailure) as error:
-                _end(worker)
-                raise RewardFailure(f"mathematics: no verdict within {self.timeout_s:g} CPU seconds") from error
+                reply = worker.ask(question)
+            except (ProcessLost, TimeoutError) as error:
+                worker.end()
+                raise RewardFailure(f"mathematics: no verdict within {self.timeout_s:g} CPU seconds ({error})") from error
             with self._lock:
                 self._idle.append(worker)
             return reply
@@ -61,49 +57,22 @@ class EquivalencePool:
     def close(self) -> None:
         with self._lock:
             for worker in self._idle:
-                _end(worker)
+                worker.end()
             self._idle.clear()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        worker = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(self.timeout_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        try:
-            _reply(worker, START_S)
-        except RewardFailure:
-            _end(worker)
-            raise
-        return worker
 
+class _Comparer(PipedProcess):
+    def __init__(self, timeout_s: float) -> None:
+        surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        super().__init__([sys.executable, "-P", __file__, str(timeout_s)], surroundings, silent=True)
+        self._timeout_s = timeout_s
 
-def _reply(worker: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]:
-    """The next line that a process writes; RewardFailure when it dies or takes too long."""
-    assert worker.stdout is not None
-    until, line = time.monotonic() + seconds, b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(worker.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, until - time.monotonic())):
-                raise RewardFailure(f"mathematics: the process did not answer within {seconds:g} s")
-            read = os.read(worker.stdout.fileno(), 65536)
-            if not read:
-                raise RewardFailure("mathematics: the process ended before it answered")
-            line += read
-    reply: dict[str, Any] = json.loads(line)
-    return reply
-
-
-def _end(worker: "subprocess.Popen[bytes]") -> None:
-    worker.kill()
-    worker.wait()
-    for pipe in (worker.stdin, worker.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
+    def ask(self, question: dict[str, str]) -> dict[str, Any]:
+        until = time.monotonic() + self._timeout_s + START_S
+        self.write(json.dumps(question).encode() + b"\n")
+        (length,) = struct.unpack(">I", self.read(4, until))
+        reply: dict[str, Any] = json.loads(self.read(length, until))
+        return reply
 
 
 def as_latex(text: str) -> str:
@@ -113,13 +82,12 @@ def as_latex(text: str) -> str:
 
 def main(deadline_s: float) -> None:
     """Answer questions from standard input until it closes."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     logging.disable(logging.WARNING)
     from math_verify import parse, verify
 
-    print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin:
         question = json.loads(line)
         reply: dict[str, bool | str]
@@ -131,7 +99,8 @@ def main(deadline_s: float) -> None:
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"[:200]}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(reply), file=replies)
+        text = json.dumps(reply).encode()
+        replies.write(struct.pack(">I", len(text)) + text)
 
 
 if __name__ == "__main__":
