@@ -14,6 +14,7 @@ from sensorium.kernels.fallbacks import fall_back, given_up
 from sensorium.kernels.matched_ops import with_gradient_of
 from sensorium.learner.packing import MicroBatch, Packing, media_of
 from sensorium.learner.sequence_parallel import SlotShare
+from sensorium.models.families.general import StockRows
 from sensorium.models.matched import matched_logprobs
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement
@@ -269,7 +270,14 @@ def rows_taken(microbatches: Sequence[MicroBatch]) -> dict[Media, Tensor]:
 
 
 def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:
-    """The language model over a micro-batch: hidden states [T, H]. Callers replay its routes, backward included."""
+    """The language model over a micro-batch: hidden states [T, H]; on the general path logits [M, V].
+
+    Callers replay its routes, backward included.
+    """
+    if isinstance(microbatch.attention, StockRows):
+        assert policy.general is not None, "only it has rows"
+        policy.counters.tower_items += sum(len(row.media) for row in microbatch.attention.rows)
+        return policy.general.logits(policy.chat, microbatch.attention)
     placements, attention = features.placements(microbatch), microbatch.attention
     return policy.language(microbatch.ids_T[None], microbatch.positions_3T[:, None], attention, placements)[0]
 

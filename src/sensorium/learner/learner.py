@@ -24,12 +24,12 @@ from sensorium.learner.credited_episode import (
 from sensorium.learner.critic import Critic
 from sensorium.learner.forward import LogprobScorer
 from sensorium.learner.optimizer import Optimizer, rate_share
-from sensorium.learner.packing import Packing, pack
+from sensorium.learner.packing import Packing, pack, pack_rows
 from sensorium.learner.team import ALONE, Team
 from sensorium.learner.update import Objective, Shares, UpdateBatch, UpdateResult, corrections, update
 from sensorium.models.experts import check_routers
 from sensorium.models.policy import Policy, Reference
-from sensorium.recipe.checks import NO_ROUTES, STATES_APART
+from sensorium.recipe.checks import GENERAL_ALONE, NO_ROUTES, STATES_APART
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, OptimizerSection
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError
@@ -67,6 +67,8 @@ class Learner:
         stop_tokens: bool = True,
         team: Team = ALONE,
     ) -> None:
+        if policy.general is not None and (team.size > 1 or critic is not None):
+            raise ModelError(GENERAL_ALONE)
         if team.tokens is not None and policy.delta_layers:
             raise ModelError(f"cluster.sequence_parallel: {STATES_APART}")
         self.policy = policy
@@ -282,6 +284,8 @@ class Learner:
         if costs is None:
             costs = [sum(sample.episode.sampled_tokens for sample in group) for group in groups]
         policy, limit, team = self.policy, self._batch.tokens_per_microbatch, self.team
+        if policy.general is not None:
+            return pack_rows(groups, policy, limit)
         lay_out, owned = policy.chat.layout, team.owned(costs)
         given = limit, policy.device, positions, owned, policy.matched, team.tokens
         return team.level(pack(groups, lay_out, *given, replay=self._algorithm.router_replay))

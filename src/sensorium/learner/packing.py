@@ -17,6 +17,8 @@ from sensorium.learner.sequence_parallel import SharedAttention, SlotShare, Toke
 from sensorium.learner.token_runs import TokenRun, arrange, arrange_levels
 from sensorium.learner.tree_attention import LevelAttention, MatchedTree, TreeAttention
 from sensorium.models.experts import UNKNOWN
+from sensorium.models.families.general import StockRow, StockRows
+from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Routes, Segment
@@ -216,7 +218,7 @@ class MicroBatch:
 
     ids_T: Tensor
     positions_3T: Tensor
-    attention: TreeAttention | LevelAttention | SharedAttention
+    attention: TreeAttention | LevelAttention | SharedAttention | StockRows
     slots: tuple[Slot, ...] | tuple[SlotShare, ...]
     states_M: Tensor
     targets_M: Tensor
@@ -301,6 +303,62 @@ def pack(
     assert len(places) == own, f"{own} tokens sampled, {len(places)} trained"
     assert packing.tokens == sum(part.tokens for of_kind in parts.values() for part in of_kind)
     return packing
+
+
+def pack_rows(groups: Groups, policy: Policy, limit: int) -> Packing:
+    """The threads of groups as rows for the general path, each whole, up to its last token that is read.
+
+    Micro-batches hold at most ``limit`` tokens, padding counted; those without any advantage come last. A row is not cut.
+    """
+    general, chat = policy.general, policy.chat
+    assert general is not None, "other families share what threads have in common"
+    rows: dict[bool, list[tuple[StockRow, _Read]]] = {False: [], True: []}
+    first = 0
+    for group in groups:
+        for sample in group:
+            reads: dict[int, _Read] = {}
+            for turn in sample.episode.turns:
+                length = len(turn.response.tokens)
+                if length:
+                    read = reads.setdefault(turn.thread, _Read([], [], [], [], []))
+                    before = sample.episode.threads[turn.thread].segments[: turn.segment]
+                    start = sum(len(chat.layout(segment)) for segment in before)
+                    read.states.append(np.arange(start - 1, start + length - 1))
+                    read.targets.append(np.array(turn.response.tokens))
+                    read.places.append(np.arange(first, first + length))
+                first += length
+            for thread, read in reads.items():
+                homes = {turn.segment for turn in sample.episode.turns if turn.thread == thread and turn.response.tokens}
+                segments = sample.episode.threads[thread].segments[: max(homes) + 1]
+                rows[_silent(group)].append((general.row(chat, segments), read))
+    microbatches = []
+    for silent, of_kind in rows.items():
+        for batch in general.batches(chat, [row for row, _ in of_kind], limit):
+            microbatches.append(_row_microbatch([of_kind[i] for i in batch], policy.device, silent))
+    return Packing(tuple(microbatches), first, 0)
+
+
+def _row_microbatch(several: Sequence[tuple[StockRow, "_Read"]], device: torch.device, silent: bool) -> MicroBatch:
+    """Rows as a micro-batch: its states are the logits that are read, in order."""
+    states = [torch.from_numpy(_joined(read.states)) for _, read in several]
+    targets, places = (
+        torch.from_numpy(_joined([part for _, read in several for part in getattr(read, name)])).to(device)
+        for name in ("targets", "places")
+    )
+    ids_T, nothing = torch.cat([row.ids_T for row, _ in several]).to(device), torch.zeros(0, dtype=torch.long, device=device)
+    return MicroBatch(
+        ids_T=ids_T,
+        positions_3T=nothing.expand(3, 0),
+        attention=StockRows(tuple(row for row, _ in several), tuple(states)),
+        slots=(),
+        states_M=torch.arange(len(targets), device=device),
+        targets_M=targets,
+        places_M=places,
+        silent=silent,
+        fresh_T=torch.ones_like(ids_T, dtype=torch.bool),
+        value_states_Q=nothing,
+        value_places_Q=nothing,
+    )
 
 
 def blank(device: torch.device, silent: bool) -> MicroBatch:

@@ -125,7 +125,8 @@ class ChatProcessor:
         self._renderer = ChatRenderer(tokenizer, self.owner, self._table, media_format)
         self.append_only = self._renderer.append_only
         self.stop_ids = tuple(dict.fromkeys([self._renderer.close_id, *end_ids]))
-        special = {*self._table.special.values(), *self._table.unowned, *media_format.placeholders.values()}
+        features = (*media_format.placeholders.values(), *getattr(media_format, "feature_ids", ()))
+        special = {*self._table.special.values(), *self._table.unowned, *features}
         self.forbidden_ids = tuple(sorted(special - {*self.stop_ids, *self._table.written}))
         self.prepared = PreparedMedia(self.decoder, media_format.preprocessors, media_bytes)
         self._layouts = Layouts(media_format, self.prepared)

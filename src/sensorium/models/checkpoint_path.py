@@ -50,12 +50,16 @@ def model_class(config: Any) -> Any:
     facts = FAMILIES.get(config.model_type.removesuffix("_thinker"))
     if facts is not None:
         return getattr(transformers, facts.model_class)
-    return transformers.AutoModelForImageTextToText if has_towers(config) else transformers.AutoModelForCausalLM
+    # The auto class of texts would load only the language model of some that see.
+    return transformers.AutoModelForMultimodalLM if has_towers(config) else transformers.AutoModelForCausalLM
 
 
 def has_towers(config: Any) -> bool:
     """Whether a model takes more than text."""
-    return any(hasattr(config, f"{part}_config") for part in ("vision", "audio", "thinker"))
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    parts = any(hasattr(config, f"{part}_config") for part in ("vision", "audio", "thinker"))
+    return parts or config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -210,53 +214,6 @@ def _folders(parent: Path) -> list[str]:
         return sorted(path.name for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError:
         return []
-
-
-# Language models, beside those of the text families, whose layers engine and learner compute.
-OTHER_LAYERS = ("llama", "mistral")
-
-# Families that were examined and are refused, with the reason.
-REASONS = {
-    "gemma3": "the tokens of one of its pictures attend to each other in both directions, so no chunk of a prompt, cached "
-    "prefix or packed row may end inside a picture, and five of six layers attend to the last 1024 tokens only. Neither "
-    "the engine's prefix cache nor the learner's shared prompts compute that, and leaving it out would train another model "
-    "(its logits move by more than 2). Use Qwen2.5-VL, Qwen3-VL, InternVL3 or SmolVLM2",
-}
-
-
-def missing_family(model_type: str, config: Any | None) -> str:
-    """Why a checkpoint without an adapter cannot be loaded, and what would have to be written for it."""
-    if model_type in REASONS:
-        return f"no adapter for model type '{model_type}': {REASONS[model_type]}."
-    refusal = f"no adapter for model type '{model_type}'{nearest(model_type, list(table('family')))}"
-    if config is None:
-        return refusal
-    own = own_config(config)
-    known_layers = [*(family for family, facts in FAMILIES.items() if not facts.has_towers), *OTHER_LAYERS]
-    text = own.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ())
-    obstacles = []
-    if layers & {"sliding_attention", "chunked_attention"}:
-        obstacles.append("layers that attend to a window of the text only")
-    if any(word in layer for layer in layers for word in ("linear", "mamba", "conv")):
-        obstacles.append("layers without attention over all tokens")
-    if obstacles:
-        return (
-            f"{refusal} Its language model has {' and '.join(obstacles)}, which engine and learner do not compute, so an "
-            "adapter alone would not help."
-        )
-    towers = [kind for kind, key in (("pictures", "vision_config"), ("sounds", "audio_config")) if hasattr(own, key)]
-    if not towers:
-        return (
-            f"{refusal} It is a model of text: if its layers are those of {', '.join(known_layers)}, register it with "
-            "TextModel (docs/guides/families.md)."
-        )
-    known = "" if text.model_type in known_layers else ", if its layers are built as Qwen's are"
-    return (
-        f"{refusal} Engine and learner can compute its language model ({text.model_type}){known}. What is missing is how "
-        f"its {' and '.join(towers)} become tokens, positions and features: a media format and a family, about a hundred "
-        "lines. docs/guides/families.md shows how, with InternVL as the example."
-    )
 
 
 CANNOT_LOAD = re.compile(r"Can't load (?:the )?(.+?) for '")

@@ -30,7 +30,8 @@ class MediaFormat(Protocol):
     Three mappings are empty for most families. ``own_marks``: kinds whose expansion has its own start and end marks; the
     template's marks around it are dropped. ``stand_ins``: texts that the template writes for a medium and that are no
     tokens, with the special token that replaces them in stored segments. ``joined``: kinds whose expansion is text that
-    joins its neighbours, with the text that it removes from the end of the text before, and puts before the text after.
+    joins its neighbours, with the text that it removes from the end of the text before, the text that it puts there, and
+    the text that it puts before the text after.
     """
 
     @property
@@ -43,7 +44,7 @@ class MediaFormat(Protocol):
     def stand_ins(self) -> Mapping[str, int]: ...
 
     @property
-    def joined(self) -> Mapping[MediaKind, tuple[str, str]]: ...
+    def joined(self) -> Mapping[MediaKind, tuple[str, str, str]]: ...
 
     @property
     def frame_rule(self) -> FrameRule: ...
@@ -106,6 +107,13 @@ class Family(Protocol):
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions."""
         ...
+
+
+def groups_of(adapter_class: Any, model: Any) -> Mapping[str, tuple[str, ...]]:
+    """The parameter groups of a model by its adapter's class: the same for all models, or found in this one."""
+    found = getattr(adapter_class, "groups_of", None)
+    groups: Mapping[str, tuple[str, ...]] = adapter_class.groups if found is None else found(model)
+    return groups
 
 
 def group_of(name: str, groups: Mapping[str, tuple[str, ...]]) -> str | None:

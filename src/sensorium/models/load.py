@@ -23,6 +23,7 @@ from sensorium.models.checkpoint_path import (
     naming,
     own_config,
 )
+from sensorium.models.family import groups_of
 from sensorium.models.load_chat import (
     NO_DEFAULTS,
     CheckpointConfig,
@@ -36,6 +37,7 @@ from sensorium.models.lora import add_adapters, choose_layers
 from sensorium.models.policy import Policy, Precision
 from sensorium.models.published_layout import common_name
 from sensorium.models.quiet import quiet
+from sensorium.models.self_check import check_general
 from sensorium.models.weight_files import STORED, WeightFile, free_memory, whole_weights
 from sensorium.recipe.family_facts import is_unloaded
 from sensorium.recipe.schema import LoraSection, ModelSection
@@ -85,10 +87,16 @@ def load_policy(
             # How the adapters name their base model: a hub id, a folder, or the name of one made here.
             named = path.startswith("tiny:") or is_hub_id(path)
             base = path if named else str(Path(checkpoint.place).resolve())
-            adapters = add_adapters(model, checkpoint.adapter_class.groups, lora, seed, base)
+            adapters = add_adapters(model, groups_of(checkpoint.adapter_class, model), lora, seed, base)
         with of_its_family(checkpoint):
             adapter = checkpoint.adapter_class(model)
-        return Policy(chat, adapter, model, adapters, precision)
+        policy = Policy(chat, adapter, model, adapters, precision)
+        if policy.general is not None:
+            try:
+                check_general(policy)
+            except ModelError as error:
+                raise ModelError(f"model.path '{path}': {error}") from error
+        return policy
 
 
 def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.device, unused: Sequence[str]) -> Any:
@@ -145,7 +153,7 @@ def build_policy(
         model = build(checkpoint.config, dtype=DTYPES[dtype], attn_implementation=adapter_class.attention)
     model.tie_weights()  # skipped with the initialization
     model.to(find_device(device)).eval()
-    adapters = None if lora is None else add_adapters(model, adapter_class.groups, lora, 0, path)
+    adapters = None if lora is None else add_adapters(model, groups_of(adapter_class, model), lora, 0, path)
     chat = chat_processor_of(checkpoint, store, None, 1 << 29)
     return Policy(chat, adapter_class(model), model, adapters, precision)
 
@@ -194,7 +202,7 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
         with of_its_family(checkpoint):
             checkpoint.adapter_class(model)
         if section.lora.rank:
-            choose_layers(model, checkpoint.adapter_class.groups, section.lora)
+            choose_layers(model, groups_of(checkpoint.adapter_class, model), section.lora)
     try:
         _check_memory(path, files, dtype, find_device(section.device), section.unused_weights)
     except ModelError as error:

@@ -13,10 +13,11 @@ from typing import Any
 from sensorium.data.decoder import Decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
-from sensorium.models.checkpoint_path import find_checkpoint, find_weights, has_towers, missing_family, naming, own_config
+from sensorium.models.checkpoint_path import find_checkpoint, find_weights, has_towers, naming, own_config
 from sensorium.models.quiet import quiet
 from sensorium.models.tiny import take_published_sizes
-from sensorium.recipe.family_facts import FAMILIES
+from sensorium.models.self_check import refuse_general
+from sensorium.recipe.family_facts import FAMILIES, GENERAL
 from sensorium.recipe.registry import resolve, table
 from sensorium.vocabulary.errors import ModelError, nearest
 
@@ -261,13 +262,13 @@ def chat_processor_of(
 
 
 def family_of(model_type: str, wanted: str = "auto", config: Any = None) -> str:
-    """The family of a checkpoint by its ``model_type``; the refusal of an unknown one explains what it would need."""
-    if wanted != "auto":
-        return wanted
-    model_type = model_type.removesuffix("_thinker")  # Qwen2.5-Omni saved without its speaking parts
-    if model_type not in table("family"):
-        raise ModelError(missing_family(model_type, config))
-    return model_type
+    """The family of a checkpoint by its ``model_type``: ``general`` for those that have none of their own."""
+    if wanted == "auto":
+        wanted = model_type.removesuffix("_thinker")  # Qwen2.5-Omni saved without its speaking parts
+        wanted = wanted if wanted in table("family") else GENERAL
+    if wanted == GENERAL and config is not None:
+        refuse_general(own_config(config))
+    return wanted
 
 
 def _end_ids(folder: Path, config: Any, tokenizer: Any) -> list[int]:

@@ -23,6 +23,7 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.delta_net import is_delta
 from sensorium.models.encoding import Counters, Encoder, MediaCounts
 from sensorium.models.experts import RouterOutput, replaying, routers_of, watching
+from sensorium.models.families.general import General
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
 from sensorium.models.lora import Adapters
@@ -87,10 +88,18 @@ class Policy:
         self.tower_room: TowerRoom | None = None
         self._fused = None if self.matched is None else matched_layers(adapter.language_model, self.matched)
         self.groups()  # refuses a parameter that belongs to none
+        if self.general is not None and precision == "matched":
+            raise ModelError("model.precision 'matched' is not built for the general path; use model.precision: fast.")
         if "sliding_attention" in (getattr(adapter.language_model.config, "layer_types", None) or ()):
             raise ModelError(
-                "this checkpoint uses sliding-window attention, which is not supported; use one with full attention."
+                "this checkpoint uses sliding-window attention, which its family's adapter does not compute; set "
+                "model.family: general, or use a checkpoint with full attention."
             )
+
+    @property
+    def general(self) -> General | None:
+        """The adapter of the general path, which computes whole rows; None where the parts are computed apart."""
+        return self.adapter if isinstance(self.adapter, General) else None
 
     @property
     def counters(self) -> Counters:
@@ -249,6 +258,8 @@ class Policy:
         their graph lives through a whole update. ``tower_room``: memory for the activations of vision towers.
         """
         self._recompute, self.tower_room = how, tower_room
+        if self.general is not None:
+            self.general.checkpoint(bool(how))
         for tower in self.adapter.towers.values():
             inside = partial(self._encoder.batching.linears, tower)
             recompute_blocks(tower.module, bool(how) or self.device.type == "cuda", inside)

@@ -23,6 +23,7 @@ from sensorium.vocabulary.errors import ModelError
 ANSWER_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # How transformers' templates name the kinds of media.
 TEMPLATE_KINDS: dict[MediaKind, str] = {"picture": "image", "video": "video", "sound": "audio"}
+SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte as SentencePiece writes it
 CACHED_TEXT = 1 << 16  # longest text whose tokens are cached
 # Characters that mark places while a template runs; those that occur in the text at hand are skipped.
 PRIVATE = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
@@ -36,11 +37,13 @@ class TokenTable:
 
     def __init__(self, tokenizer: Any, vocab_size: int, written: Sequence[str] = ()) -> None:
         fast = getattr(tokenizer, "is_fast", False)
-        if not fast or '"ByteLevel"' not in json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder")):
+        decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder")) if fast else ""
+        if '"ByteLevel"' not in decoder and '"ByteFallback"' not in decoder:
             raise ModelError(
-                f"tokenizer {type(tokenizer).__name__} is not byte-level BPE: its tokens have no bytes of their own."
+                f"tokenizer {type(tokenizer).__name__} is neither byte-level BPE nor has it tokens for single bytes: its "
+                "tokens have no bytes of their own."
             )
-        self._bytes = _Bytes(tokenizer)
+        self._bytes = _Bytes(tokenizer, byte_level='"ByteLevel"' in decoder)
         added = tokenizer.added_tokens_decoder
         self.special: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         owned = set(tokenizer.get_vocab().values())
@@ -71,18 +74,22 @@ class TokenTable:
 
 
 class _Bytes(dict[int, bytes]):
-    """The bytes of ordinary tokens, computed at their first use."""
+    """The bytes of ordinary tokens, computed at their first use: by the table of byte-level BPE, or as SentencePiece's."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, byte_level: bool) -> None:
         super().__init__()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._byte_level = tokenizer, byte_level
         self._added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
 
     def __missing__(self, token: int) -> bytes:
         if token in self._added:
             self[token] = self._added[token].encode()
-        else:
+        elif self._byte_level:
             self[token] = bytes(BYTE_OF[character] for character in self._tokenizer.convert_ids_to_tokens(token))
+        else:
+            piece = self._tokenizer.convert_ids_to_tokens(token)
+            byte = SINGLE_BYTE.fullmatch(piece)
+            self[token] = bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
         return self[token]
 
 
@@ -146,7 +153,7 @@ class ChatRenderer:
         self._written = re.compile("(" + "|".join(map(re.escape, written)) + ")") if written else None
         self._encode = _plain_encoder(tokenizer)
         for token, kind in self._kind_of.items():
-            if token not in table.special.values():
+            if token not in self._special.values():
                 raise ModelError(
                     f"the tokenizer does not mark token {token}, the placeholder of a {kind}, as special. Do config.json, "
                     "which names the placeholder, and the tokenizer's files belong together?"
@@ -158,6 +165,12 @@ class ChatRenderer:
         self.close_id = self._special[pieces[1]]
         thought = f"<think>\n{PRIVATE[1]}\n</think>\n\n{PRIVATE[0]}"
         prompt = self._apply([question], True)
+        before = self._apply([question, answer], False).partition(PRIVATE[0])[0]
+        if prompt == self._apply([question], False) and before.strip() != prompt.strip():
+            raise ModelError(
+                f"this chat template writes {before.removeprefix(prompt)!r} before an answer, and nothing where it is asked for "
+                "one (add_generation_prompt). Use the template that was published with the weights."
+            )
         history = self._apply([question, Message("assistant", (Text(thought),)), question], True)
         self.lead = " " if history.startswith(f"{prompt} {thought}") else ""
         # A generation prompt that opens the thoughts leaves only their end to the response.
@@ -242,8 +255,8 @@ class ChatRenderer:
         for i in range(1, len(pieces), 2):
             kind = self._kind_of.get(self._special[pieces[i]])
             if kind is not None and kind in self._format.joined:  # its expansion is text that joins its neighbours
-                before, after = self._format.joined[kind]
-                pieces[i - 1] = pieces[i - 1].removesuffix(before)
+                removed, before, after = self._format.joined[kind]
+                pieces[i - 1] = pieces[i - 1].removesuffix(removed) + before
                 pieces[i + 1] = after + pieces[i + 1]
         tokens: list[int] = []
         for i, piece in enumerate(pieces):

@@ -24,7 +24,7 @@ from sensorium.recipe.schema import (
     SelectionSection,
     SourceSection,
 )
-from sensorium.recipe.shape import IncompleteConfig, ModelShape, read_shape
+from sensorium.recipe.shape import IncompleteConfig, ModelShape, on_general_path, read_shape
 from sensorium.vocabulary.errors import RecipeError, nearest
 from sensorium.vocabulary.metric_names import OF_A_CRITIC, OF_A_STEP, OF_AN_EVALUATION, OPEN_FAMILIES
 
@@ -69,6 +69,12 @@ EIGHT_BITS_APART = (
 STATES_APART = (
     "gated delta nets (Qwen3.5) read the tokens of a sequence one after the other, so learners cannot share them. Leave "
     "cluster.sequence_parallel out."
+)
+GENERAL_ALONE = (
+    "the general path (models of families without an adapter, model.family: general) computes whole rows by the model's own "
+    "forward, in one process. It has no critic, learner ranks, matched precision or router loss, and samples with the engine "
+    "native. Use an estimator of groups (grpo, rloo, …), cluster.learners: 1 and rollout.engine: native, or a checkpoint of a "
+    "family of docs/guides/families.md."
 )
 ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 NO_ROUTES = (
@@ -161,6 +167,22 @@ def cluster_notes(recipe: Recipe, *, gpus: bool, cpus: int | None = None) -> Ite
         )
 
 
+def general_note(recipe: Recipe) -> str:
+    """What a run on the general path gives up; refuses what it cannot do."""
+    algorithm, model, cluster = recipe.algorithm, recipe.model, recipe.cluster
+    critic = recipe.steps > 0 and estimator_traits(algorithm.advantage.name).critic
+    others = cluster.shared or algorithm.router_coef or model.precision == "matched"
+    if critic or others or recipe.rollout.engine.name in OWN_WEIGHTS:
+        raise RecipeError(GENERAL_ALONE)
+    size = recipe.batch.group_size
+    return (
+        "model: the general path, by the model's own forward and cache. It shares no prompt in updates and decodes without "
+        f"CUDA graphs, kernels and kept prefixes: of a prompt as long as its answer, updates compute {2 * size} lengths a "
+        f"group where families with an adapter compute {size + 1} ({2 * size / (size + 1):.1f} times); each further turn "
+        "computes its context again"
+    )
+
+
 def gpus_seen() -> bool:
     """True if this machine has GPUs, as far as that is known without torch."""
     return any(any(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "kfd", "dxg"))
@@ -173,6 +195,8 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
     except IncompleteConfig:  # loading the model reports what its config lacks
         shape = None
     model, cluster, engine = recipe.model, recipe.cluster, recipe.rollout.engine
+    if on_general_path(model):
+        yield general_note(recipe)
     experts = shape is not None and "moe" in shape.family
     if model.precision == "matched":
         fast = "Use model.precision: fast."
@@ -353,7 +377,7 @@ def _parts(model: ModelSection) -> set[str]:
     shape = None
     with suppress(RecipeError):  # loading the files reports what is wrong with them
         shape = read_shape(model.path, model.revision)
-    if shape:
+    if shape and not on_general_path(model):  # whose names tell no groups
         return {group for group, count in shape.parameters.items() if count}
     scheme, _, name = model.path.partition(":")
     family = name if scheme == "tiny" else model.family

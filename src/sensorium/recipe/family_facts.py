@@ -17,6 +17,7 @@ from typing import Any
 from sensorium.recipe.registry import resolve, table
 from sensorium.vocabulary.errors import ModelError
 
+GENERAL = "general"  # the family of all others, of which nothing is known beforehand
 Config = dict[str, Any]
 Sizes = dict[str, Any]
 Shapes = Iterator[tuple[str, list[int]]]  # names and shapes of tensors
@@ -116,7 +117,8 @@ class FamilyTable(Mapping[str, FamilyFacts]):
         return facts
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, place in table("family").items() if place.startswith("sensorium."))
+        shipped = (name for name, place in table("family").items() if place.startswith("sensorium."))
+        return (name for name in shipped if name != GENERAL)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -17,8 +17,8 @@ from typing import Any
 
 from sensorium.recipe import family_facts
 from sensorium.recipe.family_facts import FAMILIES, TEXT, FamilyFacts, Shapes, Sizes, group_by_name, is_unloaded
-from sensorium.recipe.registry import PARAMETER_GROUPS
-from sensorium.recipe.schema import LoraSection
+from sensorium.recipe.registry import PARAMETER_GROUPS, table
+from sensorium.recipe.schema import LoraSection, ModelSection
 from sensorium.vocabulary.errors import RecipeError
 
 
@@ -280,6 +280,18 @@ class ModelShape:
 def is_ours(path: str) -> bool:
     """Whether a ``model.path`` means a small model that is shipped or made on the spot: its files need no check."""
     return path.partition(":")[0] in ("tiny", "package")
+
+
+def on_general_path(section: ModelSection) -> bool:
+    """Whether a model is computed by the general path: asked for, or of a family without an adapter; False if not known."""
+    if section.family != "auto" or is_ours(section.path):
+        return section.family == family_facts.GENERAL
+    folder = _folder(section.path, section.revision)
+    try:
+        config = json.loads((folder / "config.json").read_text()) if folder is not None else {}
+        return bool(config) and _family(config) not in table("family")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # refused where it is read
+        return False
 
 
 def read_shape(

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from sensorium.engines.native.pipeline import PagedWriter
+from sensorium.engines.native.stock_writer import StockWriter
 from sensorium.engines.native.writer import Writer, WriterCounters
 from sensorium.engines.options import WriterOptions, check_writer_options, completed
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
 from sensorium.engines.scheduler import Job, TickScheduler
 from sensorium.models.policy import Policy
 from sensorium.vocabulary.errors import EngineError
+
+STOCK_OPTIONS = frozenset(["max_rows", "max_context"])
 
 
 class NativeEngine:
@@ -36,7 +39,15 @@ class NativeEngine:
         )
         given, paged = completed(options, policy.device.type, matched=policy.matched is not None)
         self._policy = policy
-        self._writer = (PagedWriter if paged else Writer)(policy, **given)
+        self._writer: Writer | StockWriter
+        if policy.general is not None:
+            if useless := sorted(options.keys() - STOCK_OPTIONS):
+                raise EngineError(
+                    f"the general path samples on the model's own cache, which has no option '{useless[0]}'; leave it out."
+                )
+            self._writer = StockWriter(policy, **{name: given[name] for name in STOCK_OPTIONS})
+        else:
+            self._writer = (PagedWriter if paged else Writer)(policy, **given)
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
 
     @property

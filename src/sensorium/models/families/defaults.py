@@ -27,7 +27,7 @@ class DefaultMedia:
     frame_rule = FrameRule()
     own_marks: Mapping[MediaKind, tuple[int, int]] = MappingProxyType({})
     stand_ins: Mapping[str, int] = MappingProxyType({})
-    joined: Mapping[MediaKind, tuple[str, str]] = MappingProxyType({})
+    joined: Mapping[MediaKind, tuple[str, str, str]] = MappingProxyType({})
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
         """Positions [3, T], the same on all axes."""

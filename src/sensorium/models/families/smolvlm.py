@@ -85,7 +85,7 @@ class SmolVLMMedia(DefaultMedia):
         stand_in: int = processor.tokenizer.convert_tokens_to_ids(processor.global_image_token)
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": stand_in}
         self.stand_ins = {processor.video_token: stand_in}
-        self.joined = {"video": (" ", OUTRO)}
+        self.joined = {"video": (" ", "", OUTRO)}
         side = config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": RowsOfTiles(processor.image_processor, side),

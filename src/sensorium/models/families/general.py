@@ -1,0 +1,599 @@
+"""The general path: any checkpoint that transformers loads, by its own processor, its own forward and its own cache.
+
+Nothing here knows a family. What a medium becomes is read off the checkpoint's processor, once for each medium: called with
+the token by which the chat template shows a picture, and with the picture, it answers with all that the model needs::
+
+    "<start_of_image>" and a picture  →  input_ids        "\\n\\n" <start_of_image> <image> <image> <end_of_image> "\\n\\n"
+                                         token_type_ids    0     0                 1       1       0              0
+                                         pixel_values      [1, 3, 16, 16]
+
+The ids are the expansion of the placeholder; text at its ends joins the text around it, as it does in a whole prompt. Keys
+with a number for each token go along with the ids, and are 0 elsewhere. The others are inputs of towers. How those of
+several media are put together is found by asking the processor for two pictures of different sizes, alone and together.
+
+A thread is a row: its ids, the keys of its tokens, its media in order, and positions, by the model's own ``get_rope_index``
+where it has one. Rows are computed together as far as ``Company`` allows, which ``models/self_check.py`` finds out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from sensorium.models.deferred import DeferredModule
+from sensorium.models.families.defaults import DefaultMedia
+from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items, refuse_other_rate
+from sensorium.models.segment_layout import Expansion, expansion_of, sent_to
+from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.episode import Segment
+from sensorium.vocabulary.errors import MediaError, ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL import Image
+    from torch import Tensor, nn
+
+    from sensorium.data.sound import DecodedAudio
+    from sensorium.models.chat_processor import ChatProcessor
+else:
+    np, torch, Image = DeferredModule("numpy"), DeferredModule("torch"), DeferredModule("PIL.Image")
+
+Company = Literal["any", "alike", "alone"]
+"""Which rows may be computed together: any, those whose media have inputs of equal shapes, or none."""
+
+NOT_INPUTS = ("input_ids", "attention_mask", "labels")
+# What a processor calls the media of each kind, what it has for them, and how configs name the tokens that take features.
+WORDS: dict[MediaKind, tuple[str, str, tuple[str, ...], str]] = {
+    "picture": ("image", "images", ("image_processor",), "image|vision|visual"),
+    "sound": ("audio", "audio", ("feature_extractor", "audio_processor"), "audio|speech|sound"),
+}
+TRIAL_SIZES = ((56, 56), (704, 416))  # of two pictures that most processors treat differently
+TRIAL_SECONDS = (0.5, 1.25)
+MARK = "\ue000"  # a text whose place in a rendered conversation is looked for
+
+
+@dataclass(frozen=True)
+class StockExtent(Extent):
+    """What a medium becomes: ``ids``, and for some keys a number of each of them. ``places`` go to ``get_rope_index``."""
+
+    ids: tuple[int, ...] = ()
+    types: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    places: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class StockInput(TowerInput):
+    """A medium as the model's forward takes it: tensors by key."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Join:
+    """How the tensors of several media become one: along an axis, filled up to the largest where there is a ``fill``."""
+
+    axis: int = 0
+    fill: float | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        if self.fill is not None:
+            sizes = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+            tensors = [self._filled(tensor, sizes) for tensor in tensors]
+        return torch.cat(list(tensors), self.axis)
+
+    def _filled(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        whole = [own if axis == self.axis else size for axis, (own, size) in enumerate(zip(tensor.shape, sizes, strict=True))]
+        filled = tensor.new_full(whole, self.fill)
+        filled[tuple(slice(0, own) for own in tensor.shape)] = tensor
+        return filled
+
+
+def find_join(one: Tensor, other: Tensor, both: Tensor) -> Join | None:
+    """How two tensors were put together, or None."""
+    if one.dim() != other.dim() or one.dim() != both.dim():
+        return None
+    for axis in range(one.dim()):
+        if one.shape[:axis] + one.shape[axis + 1 :] == other.shape[:axis] + other.shape[axis + 1 :]:
+            join = Join(axis)
+            if (made := join([one, other])).shape == both.shape and torch.equal(made, both):
+                return join
+    for fill in (0, 1):
+        join = Join(0, fill)
+        if (made := join([one, other])).shape == both.shape and torch.equal(made, both):
+            return join
+    return None
+
+
+def _is_per_token(key: str, made: Mapping[str, Any]) -> bool:
+    return key not in NOT_INPUTS and isinstance(made[key], torch.Tensor) and made[key].shape == made["input_ids"].shape
+
+
+class StockProcessor:
+    """A checkpoint's processor for one kind of medium. ``placeholder``: the text by which the template shows it.
+
+    ``ends``: text at the ends of its expansion, which joins the text around it. ``joins``: how the tensors of each key are
+    put together. ``numbered``: whether the processor's tokens of a medium depend on those before it (numbers of pictures).
+    """
+
+    def __init__(self, kind: MediaKind, processor: Any, placeholder: str, rate: int, feature_ids: frozenset[int]) -> None:
+        self.kind, self.placeholder, self.rate = kind, placeholder, rate
+        self._processor, self._tokenizer, self._feature_ids = processor, processor.tokenizer, feature_ids
+        self._special = set(self._tokenizer.added_tokens_decoder)
+        self._nested, self._interned = True, dict[Any, Any]()
+        self.ends = ("", "")
+        self.joins: dict[str, Join] = {}
+        self.type_keys: tuple[str, ...] = ()
+        self.numbered = False
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Find out all of the above with two media."""
+        one, other = trial_media(self.kind, self.rate)
+        between = self._tokenizer.eos_token or ""
+        try:
+            made = self._call([one])
+        except Exception:
+            self._nested = False
+            made = self._call([one])
+        found, both = [made, self._call([other])], self._call([one, other], between)
+        first, second = (call["input_ids"][0].tolist() for call in found)
+        if not self._feature_ids.intersection(first):
+            raise ModelError(f"its processor writes no token that takes features of a {self.kind}: it drops it.")
+        # A key may have the shape of one medium's ids by chance (a grid of three numbers, three ids).
+        self.type_keys = tuple(sorted(key for key in made if all(_is_per_token(key, call) for call in found)))
+        self.ends = tuple(self._text_at(first, second, side) for side in (0, 1))  # type: ignore[assignment]
+        marks = self._tokenizer(between, add_special_tokens=False)["input_ids"]
+        self.numbered = bool(between) and both["input_ids"][0].tolist() != first + marks + second
+        for key in sorted(made.keys() - {*self.type_keys, *NOT_INPUTS}):
+            if not all(isinstance(call.get(key), torch.Tensor) for call in (*found, both)):
+                raise ModelError(f"its processor gives '{key}' of a {self.kind} in a form that is no tensor.")
+            join = find_join(found[0][key], found[1][key], both[key])
+            if join is None:
+                shapes = [list(call[key].shape) for call in (*found, both)]
+                raise ModelError(
+                    f"its processor makes '{key}' of shapes {shapes[0]} and {shapes[1]} of two media of the kind {self.kind}, "
+                    f"and {shapes[2]} of both together, so that one of them depends on the other."
+                )
+            self.joins[key] = join
+
+    def _call(self, media: Sequence[Any], between: str = "") -> dict[str, Any]:
+        _, argument, *_ = WORDS[self.kind]
+        given: Any = list(media)
+        options: dict[str, Any] = {}
+        if self.kind == "picture" and self._nested:
+            given = [given]
+        if self.kind == "sound":
+            options["sampling_rate"] = self.rate
+        text = between.join([self.placeholder] * len(media))
+        made = self._processor(text=[text], **{argument: given}, return_tensors="pt", add_special_tokens=False, **options)
+        return dict(made)
+
+    def _text_at(self, one: Sequence[int], other: Sequence[int], side: int) -> str:
+        """Ordinary text at an end of both expansions."""
+        texts = []
+        for ids in (one, other):
+            ordered = ids if side == 0 else ids[::-1]
+            marks = {*self._special, *self._feature_ids}
+            count = next((i for i, token in enumerate(ordered) if token in marks), 0)
+            texts.append(self._tokenizer.decode(ids[:count] if side == 0 else ids[len(ids) - count :]))
+        return texts[0] if texts[0] == texts[1] else ""
+
+    def __call__(self, items: Sequence[tuple[Media, Any]]) -> list[TowerInput]:
+        return [self._prepare(media, decoded) for media, decoded in items]
+
+    def _prepare(self, media: Media, decoded: Any) -> StockInput:
+        with naming_items([(media, decoded)], "checkpoint's"):
+            if self.kind == "sound":
+                refuse_other_rate(media, decoded, self.rate)
+                made = self._call([decoded.samples])
+            else:
+                made = self._call([decoded])
+        ids = made["input_ids"][0].tolist()
+        start, end = self._bounds(ids)
+        tensors = {key: made[key] for key in self.joins if key in made}
+        if not self._feature_ids.intersection(ids) or tensors.keys() != self.joins.keys():
+            raise MediaError(f"{media.name}: the checkpoint's processor makes nothing of it.")
+        count = sum(token in self._feature_ids for token in ids)
+        extent = StockExtent(
+            self.kind,
+            (count, 1, 1),
+            ids=self._shared(tuple(ids[start:end])),
+            types=self._shared(tuple((key, tuple(made[key][0, start:end].tolist())) for key in self.type_keys)),
+            places=tuple(
+                (key, tuple(tensor.flatten().tolist()))
+                for key, tensor in tensors.items()
+                if not tensor.is_floating_point() and tensor.numel() <= 64
+            ),
+        )
+        largest = max(tensors.values(), key=lambda tensor: tensor.nbytes)
+        return StockInput(largest, extent, {key: tensor.clone() for key, tensor in tensors.items()})
+
+    def _bounds(self, ids: Sequence[int]) -> tuple[int, int]:
+        """Where an expansion begins and ends without the text at its ends."""
+        counts = [len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else 0 for text in self.ends]
+        return counts[0], len(ids) - counts[1]
+
+    def _shared(self, value: Any) -> Any:
+        """The same object for equal values: media of one size share their ids."""
+        return self._interned.setdefault(value, value)
+
+
+def trial_media(kind: MediaKind, rate: int) -> tuple[Any, Any]:
+    """Two media of different sizes."""
+    if kind == "sound":
+        seconds = [np.arange(round(rate * length)) / rate for length in TRIAL_SECONDS]
+        one, other = (np.sin(2 * np.pi * 440 * (i + 1) * t).astype("float32") / 2 for i, t in enumerate(seconds))
+        return one, other
+    pictures = []
+    for i, (width, height) in enumerate(TRIAL_SIZES):
+        across, down = np.meshgrid(np.linspace(0, 1, width), np.linspace(0, 1, height))
+        levels = np.stack([across, down, (across + down + i) % 1], axis=2)
+        pictures.append(Image.fromarray((levels * 255).astype("uint8")))
+    return pictures[0], pictures[1]
+
+
+class GeneralMedia(DefaultMedia):
+    """Pictures and sounds as the checkpoint's own processor writes them. ``left_out``: kinds that it cannot take, and why."""
+
+    def __init__(self, config: Any, processor: Any) -> None:
+        self.company: Company | None = None  # found by the first check of the model's weights
+        self.placeholders: dict[MediaKind, int] = {}
+        self.preprocessors: dict[MediaKind, Preprocessor] = {}
+        self.stand_ins: dict[str, int] = {}
+        self.joined: dict[MediaKind, tuple[str, str, str]] = {}
+        self.left_out: dict[MediaKind, str] = {}
+        self.stock: dict[MediaKind, StockProcessor] = {}
+        named = list(_feature_tokens(config.to_dict()))
+        self.feature_ids = frozenset(token for _, tokens in named for token in tokens)
+        for kind, (block, _, parts, words) in WORDS.items() if processor is not None else ():
+            part = next((found for name in parts if (found := getattr(processor, name, None)) is not None), None)
+            ids = frozenset(token for key, tokens in named if re.match(words, key) for token in tokens)
+            if part is None or not ids:
+                continue
+            try:
+                found = self._find(kind, block, processor, getattr(part, "sampling_rate", 0), ids)
+            except Exception as error:  # whatever a processor raises that cannot be used
+                self.left_out[kind] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": .")
+                continue
+            token = processor.tokenizer.convert_tokens_to_ids(found.placeholder)
+            self.stock[kind] = self.preprocessors[kind] = found
+            self.placeholders[kind] = token
+            self.stand_ins[found.placeholder] = token  # some tokenizers do not mark it as special
+            if any(found.ends):
+                self.joined[kind] = ("", *found.ends)
+        if self.left_out and not self.stock:
+            raise ModelError(". ".join(self.notes))
+        self.type_keys = tuple(sorted({key for found in self.stock.values() for key in found.type_keys}))
+
+    def _find(self, kind: MediaKind, block: str, processor: Any, rate: int, ids: frozenset[int]) -> StockProcessor:
+        """The processor of a kind, by the first token of what the template shows for it that the processor replaces."""
+        shown = _shown(processor, block)
+        tokens = sorted(processor.tokenizer.get_added_vocab(), key=len, reverse=True)
+        inside = re.findall("|".join(map(re.escape, tokens)), shown) if tokens else []
+        if not inside:
+            raise ModelError(f"its chat template shows a {kind} by no token ('{shown}')")
+        for token in dict.fromkeys(inside):
+            try:
+                return StockProcessor(kind, processor, token, rate, ids)
+            except Exception as error:
+                failed = error
+        raise failed
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of its media, a sentence each."""
+        found = [f"a {kind} cannot be shown to it: {reason}" for kind, reason in self.left_out.items()]
+        for kind, stock in self.stock.items():
+            if stock.numbered:
+                found.append(f"its processor numbers the {kind}s of a prompt; here each is numbered as the first")
+        return found
+
+    def expand(self, extent: Extent) -> Expansion:
+        """The processor's own tokens."""
+        assert isinstance(extent, StockExtent), "its processors make no other"
+        feature = next(token for token in extent.ids if token in self.feature_ids)
+        if sum(token in self.feature_ids for token in extent.ids) == extent.ids.count(feature):
+            return expansion_of(extent.ids, feature)
+        marked = [feature if token in self.feature_ids else -1 for token in extent.ids]
+        return Expansion(extent.ids, expansion_of(marked, feature).runs)
+
+
+def _feature_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tokens of a config whose embeddings features replace, by the keys that name them."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _feature_tokens(value)
+        elif isinstance(key, str) and re.fullmatch(r"(image|video|audio|speech|sound|visual_indicator)_token_(id|index|ids)", key):
+            tokens = value if isinstance(value, list | tuple) else [value]
+            yield key, tuple(token for token in tokens if isinstance(token, int) and token >= 0)
+
+
+def _shown(processor: Any, block: str) -> str:
+    """What the chat template writes for a medium that opens a user's message."""
+    given = [{"role": "user", "content": [{"type": block}, {"type": "text", "text": MARK}]}]
+    bare = [{"role": "user", "content": [{"type": "text", "text": MARK}]}]
+    texts = [processor.apply_chat_template(messages, tokenize=False).partition(MARK)[0] for messages in (given, bare)]
+    start = next((i for i, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), min(map(len, texts)))
+    return texts[0][start:]
+
+
+# Rows, and what the stock forward takes of them.
+
+
+@dataclass(frozen=True)
+class StockRow:
+    """A thread, expanded: its ids, the keys of its tokens, its media in order, and positions [T], or [3, T]."""
+
+    ids_T: Tensor
+    types: Mapping[str, Tensor]
+    media: tuple[Media, ...]
+    positions_AT: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+    @property
+    def next_position(self) -> int:
+        """The position of the token after its last."""
+        return int(self.positions_AT[..., -1].max()) + 1
+
+
+@dataclass(frozen=True)
+class StockRows:
+    """Rows of a micro-batch, and for each the places of the states that are read."""
+
+    rows: tuple[StockRow, ...]
+    read: tuple[Tensor, ...]
+
+
+class StockHead:
+    """The head of a model whose forward has computed it already: what is read of a row are its logits."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self._model.get_output_embeddings().weight
+        return weight
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+class General:
+    """A model of any class of transformers, computed by its own forward, row by row or in padded batches."""
+
+    media_format: ClassVar[type[MediaFormat]] = GeneralMedia
+    attention: ClassVar[Any] = None  # the library's choice
+    towers: Mapping[MediaKind, Tower]
+
+    @staticmethod
+    def groups_of(model: Any) -> dict[str, tuple[str, ...]]:
+        """Parameter groups of a model, by which module each prefix is."""
+        return module_groups(model)
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.towers = model, {}
+        self.groups = module_groups(model)
+        self.language_model = SimpleNamespace(
+            embed_tokens=model.get_input_embeddings(), layers=(), norm=None, config=SimpleNamespace()
+        )
+        self.head = StockHead(model)
+        self._core = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
+        parameters = inspect.signature(model.forward).parameters
+        self._takes = None if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) else frozenset(parameters)
+        self._places = "position_ids" in parameters
+        self._keeps = "logits_to_keep" in parameters
+        self.unchecked, self.notes = True, tuple[str, ...]()
+        self._recompute, self.recomputes = False, bool(model.supports_gradient_checkpointing)
+        text = model.config.get_text_config()
+        # Of these the prompt attends both ways, and the response does not.
+        self.prefix_attention = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+
+    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Not asked for: the model's own forward has its rotary embeddings inside."""
+        raise AssertionError("the general path computes whole rows")
+
+    def row(self, chat: ChatProcessor, segments: Sequence[Segment]) -> StockRow:
+        """A thread as a row."""
+        media_format = _format_of(chat)
+        layouts = [chat.layout(segment) for segment in segments]
+        ids_T = torch.cat([layout.ids_T for layout in layouts])
+        types = {key: torch.zeros_like(ids_T) for key in media_format.type_keys}
+        if self.prefix_attention and "token_type_ids" in types:
+            written = [torch.tensor(segment.author == "model").expand(len(layout)) for segment, layout in zip(segments, layouts, strict=True)]
+            types["token_type_ids"] += torch.cat(written)
+        media, places, start = [], dict[str, list[tuple[Any, ...]]](), 0
+        for layout in layouts:
+            for slot in layout.slots:
+                extent = chat.prepared.extent(slot.media)
+                assert isinstance(extent, StockExtent), "its processors make no other"
+                begin = start + slot.start - media_format.expand(extent).runs[0][0]
+                for key, values in extent.types:
+                    types[key][begin : begin + len(values)] = torch.tensor(values)
+                for key, numbers in extent.places:
+                    places.setdefault(key, []).append(numbers)
+                media.append(slot.media)
+            start += len(layout)
+        return StockRow(ids_T, types, tuple(media), self._positions(ids_T, types, places))
+
+    def _positions(self, ids_T: Tensor, types: Mapping[str, Tensor], places: Mapping[str, list[tuple[Any, ...]]]) -> Tensor:
+        if self._core is None:
+            return torch.arange(len(ids_T))
+        given: dict[str, Any] = {key: values_T[None] for key, values_T in types.items()}
+        given |= {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T)[None]}
+        for key, several in places.items():
+            table = torch.tensor([number for numbers in several for number in numbers])
+            given[key] = table.view(-1, 3) if key.endswith("grid_thw") else table
+        wanted = inspect.signature(self._core.get_rope_index).parameters
+        positions_31T: Tensor = self._core.get_rope_index(**{key: value for key, value in given.items() if key in wanted})[0]
+        return positions_31T[:, 0]
+
+    def batches(self, chat: ChatProcessor, rows: Sequence[StockRow], tokens: int) -> Iterator[list[int]]:
+        """Rows that are computed together, by number: neighbours, of at most ``tokens`` with padding."""
+        batch: list[int] = []
+        for i, row in enumerate(rows):
+            if batch:
+                longest = max(len(rows[j]) for j in (*batch, i))
+                if longest * (len(batch) + 1) > tokens or not self._may_join(chat, row, [rows[j] for j in batch]):
+                    yield batch
+                    batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _may_join(self, chat: ChatProcessor, row: StockRow, others: Sequence[StockRow]) -> bool:
+        company = _format_of(chat).company
+        if company != "alike":
+            return company == "any"
+        return len({shapes for one in (row, *others) for shapes in self._shapes(chat, one)}) <= 1
+
+    def _shapes(self, chat: ChatProcessor, row: StockRow) -> list[Any]:
+        prepared = [one for one in chat.prepared.get(row.media) if isinstance(one, StockInput)]
+        return [tuple(sorted((key, tensor.shape) for key, tensor in one.tensors.items())) for one in prepared]
+
+    def refuse_unequal(self, chat: ChatProcessor, row: StockRow) -> None:
+        """Refuse a thread whose media cannot be computed in one forward: of different sizes, where that changes them."""
+        if _format_of(chat).company != "any" and len(set(self._shapes(chat, row))) > 1:
+            raise MediaError(
+                f"{row.media[0].name}: this model takes several media in one thread only where they are of one size: its "
+                "towers compute otherwise together than alone. Cut them to one size, or show one a thread."
+            )
+
+    def inputs(self, chat: ChatProcessor, rows: Sequence[StockRow], side: Literal["left", "right"]) -> dict[str, Tensor]:
+        """What the forward takes of rows, padded on a side."""
+        device, dtype = self.language_model.embed_tokens.weight.device, self.language_model.embed_tokens.weight.dtype
+        width = max(map(len, rows))
+
+        def padded(parts: Sequence[Tensor], fill: int = 0) -> Tensor:
+            made = parts[0].new_full((len(parts), *parts[0].shape[:-1], width), fill)
+            for target, part in zip(made, parts, strict=True):
+                target[..., slice(width - part.shape[-1], width) if side == "left" else slice(0, part.shape[-1])] = part
+            return made
+
+        given = {
+            "input_ids": padded([row.ids_T for row in rows], chat.stop_ids[0]),
+            "attention_mask": padded([torch.ones_like(row.ids_T) for row in rows]),
+            **{key: padded([row.types[key] for row in rows]) for key in rows[0].types},
+        }
+        if self._places:
+            positions = padded([row.positions_AT for row in rows])
+            given["position_ids"] = positions.transpose(0, 1) if positions.dim() == 3 else positions
+        for key, tensor in self._media(chat, [item for row in rows for item in row.media]).items():
+            given[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        takes = self._takes
+        return {key: sent_to(device, tensor) for key, tensor in given.items() if takes is None or key in takes}
+
+    def _media(self, chat: ChatProcessor, media: Sequence[Media]) -> dict[str, Tensor]:
+        if not media:
+            return {}
+        parts: dict[str, list[Tensor]] = {}
+        joins: dict[str, Join] = {}
+        for item, prepared in zip(media, chat.prepared.get(media), strict=True):
+            assert isinstance(prepared, StockInput), "its processors make no other"
+            joins |= _format_of(chat).stock[item.kind].joins
+            for key, tensor in prepared.tensors.items():
+                parts.setdefault(key, []).append(tensor)
+        return {key: several[0] if len(several) == 1 else joins[key](several) for key, several in parts.items()}
+
+    def call(self, given: Mapping[str, Any], keep: Tensor | int = 0) -> Any:
+        """The model's own forward; logits at the places ``keep`` of every row, or of the last so many."""
+        if self._keeps:
+            return self.model(**given, logits_to_keep=keep)
+        made = self.model(**given)
+        made["logits"] = made.logits[:, keep] if isinstance(keep, torch.Tensor) else made.logits[:, -keep:]
+        return made
+
+    def step(self, cache: Any, tokens: Sequence[int], positions: Sequence[int], mask_BT: Tensor) -> Any:
+        """A token for each row on the cache, which moves on; ``mask_BT`` includes it."""
+        device = self.head.weight.device
+        given: dict[str, Any] = {"input_ids": torch.tensor(tokens)[:, None], "attention_mask": mask_BT}
+        if self._places:
+            positions_B1 = torch.tensor(positions)[:, None]
+            given["position_ids"] = positions_B1 if self._core is None else positions_B1.expand(3, -1, 1)
+        given = {key: sent_to(device, tensor) for key, tensor in given.items()}
+        return self.call({**given, "past_key_values": cache, "use_cache": True}, 1)
+
+    def logits(self, chat: ChatProcessor, several: StockRows) -> Tensor:
+        """Logits [N, V] of what is read of rows that may be computed together, row by row; without a cache."""
+        given = self.inputs(chat, several.rows, "right")
+        device, keep = given["input_ids"].device, torch.cat(several.read).unique()
+        with self._learning():
+            logits_BKV: Tensor = self.call({**given, "use_cache": False}, sent_to(device, keep)).logits
+        places = [torch.searchsorted(keep, read) + i * len(keep) for i, read in enumerate(several.read)]
+        return logits_BKV.flatten(0, 1).index_select(0, sent_to(device, torch.cat(places)))
+
+    def checkpoint(self, wanted: bool) -> None:
+        """Recompute activations of the model's layers in the backward pass, where it can."""
+        if not wanted:
+            return
+        if not self.recomputes:
+            raise ModelError(
+                f"model.gradient_checkpointing: {type(self.model).__name__} cannot recompute its activations; set it to false."
+            )
+        self.model.gradient_checkpointing_enable()
+        self.model.disable_input_require_grads()  # which enabling it always installs, for frozen embeddings too
+        self._recompute = True
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Inside, layers recompute if asked to: they do so in train mode alone. Running statistics stay as they are."""
+        if not (self._recompute and torch.is_grad_enabled()):
+            yield
+            return
+        training_mode(self.model)
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+
+def _format_of(chat: ChatProcessor) -> GeneralMedia:
+    assert isinstance(chat.media_format, GeneralMedia), "its family is general"
+    return chat.media_format
+
+
+def training_mode(model: nn.Module) -> None:
+    """Train mode for all but layers with running statistics."""
+    model.train()
+    for part in model.modules():
+        if getattr(part, "running_mean", None) is not None:
+            part.eval()
+
+
+def module_groups(model: Any) -> dict[str, tuple[str, ...]]:
+    """Prefixes of parameter names by group: the decoder, the head, towers by their config, and the rest.
+
+    A module inside the decoder that holds a tower (Phi-4-multimodal) is a projector but for the tower.
+    """
+    from transformers import PreTrainedModel
+
+    decoder, head, embeddings = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
+    names = {id(part): name for name, part in model.named_modules()}
+    towers: dict[str, str] = {}
+    kinds = {"vision": re.compile("vision|image|visual|vq"), "audio": re.compile("audio|encoder|speech|sound")}
+    configs = {key: part for key, part in vars(model.config).items() if key.endswith("_config") and hasattr(part, "model_type")}
+    for name, part in model.named_modules():
+        if not isinstance(part, PreTrainedModel) or part in (model, decoder) or any(name.startswith(f"{known}.") for known in towers):
+            continue
+        for group, words in kinds.items():
+            if any(words.search(key) and type(part.config) is type(own) for key, own in configs.items()):
+                towers.setdefault(name, group)
+    groups: dict[str, list[str]] = {"language": [], "head": []}
+    groups |= {group: [f"{name}." for name, own in towers.items() if own == group] for group in sorted(set(towers.values()))}
+    at = names.get(id(decoder), "")
+    groups["language"] += [f"{at}." if at else "", *([f"{name}."] if (name := names.get(id(embeddings), "")) else [])]
+    if (name := names.get(id(head), "")) and head.weight is not embeddings.weight:
+        groups["head"].append(f"{name}.")
+    if towers:
+        around = {".".join(name.split(".")[: at.count(".") + 2 if at else 1]) + "." for name in towers if not at or name.startswith(f"{at}.")}
+        groups["projector"] = [*([""] if at else []), *around - {prefix for several in groups.values() for prefix in several}]
+    return {group: tuple(prefixes) for group, prefixes in groups.items() if prefixes}
