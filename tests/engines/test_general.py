@@ -1,4 +1,4 @@
-"""The general path's engine: what it samples is what the family's own adapter samples, and what a stock forward computes."""
+"""The general path's engine samples what the family's own adapter samples."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The general path's learner: log-probs and gradients are those of the family's own adapter, which are the stock model's."""
+"""The general path's learner: log-probs and gradients are those of the family's own adapter."""
 
 from pathlib import Path
 

@@ -345,7 +345,10 @@ def _row_microbatch(several: Sequence[tuple[StockRow, "_Read"]], device: torch.d
         torch.from_numpy(_joined([part for _, read in several for part in getattr(read, name)])).to(device)
         for name in ("targets", "places")
     )
-    ids_T, nothing = torch.cat([row.ids_T for row, _ in several]).to(device), torch.zeros(0, dtype=torch.long, device=device)
+    ids_T, nothing = (
+        torch.cat([row.ids_T for row, _ in several]).to(device),
+        torch.zeros(0, dtype=torch.long, device=device),
+    )
     return MicroBatch(
         ids_T=ids_T,
         positions_3T=nothing.expand(3, 0),

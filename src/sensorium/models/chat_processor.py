@@ -124,6 +124,7 @@ class ChatProcessor:
         self._table = TokenTable(tokenizer, vocab_size, media_format.written_tokens)
         self._renderer = ChatRenderer(tokenizer, self.owner, self._table, media_format)
         self.append_only = self._renderer.append_only
+        self.one_turn = bool(getattr(media_format, "one_turn", False))  # a thread holds no second turn
         self.stop_ids = tuple(dict.fromkeys([self._renderer.close_id, *end_ids]))
         features = (*media_format.placeholders.values(), *getattr(media_format, "feature_ids", ()))
         special = {*self._table.special.values(), *self._table.unowned, *features}

@@ -79,8 +79,8 @@ def load_policy(
             raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
         checkpoint = read_config(path, family, revision, dequantize=dequantize)
         chosen = find_device(device)
-        model = _read_model(checkpoint, DTYPES[dtype], chosen, unused_weights)
         chat = chat_processor_of(checkpoint, store, decoder, media_bytes, template_defaults)
+        model = _read_model(checkpoint, DTYPES[dtype], chosen, unused_weights)
         model.to(chosen).eval()
         adapters = None
         if lora is not None and lora.rank:
@@ -179,9 +179,11 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
     dtype = DTYPES[section.dtype]
     with LOADING:
         checkpoint = config_at(path, str(folder), section.family, dequantize=section.dequantize)
-        chat_processor_of(checkpoint, MediaStore(), None, 0, section.chat_template_kwargs).decoder.close()
+        chat = chat_processor_of(checkpoint, MediaStore(), None, 0, section.chat_template_kwargs)
+        chat.decoder.close()
+        notes = [f"model: {note}" for note in getattr(chat.media_format, "notes", ())]
         if is_hub_id(path) and not has_weights(folder):
-            return [f"the weights of '{path}' were not checked: they are fetched when the run starts."]
+            return [*notes, f"the weights of '{path}' were not checked: they are fetched when the run starts."]
         files = whole_weights(path, folder)
         tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
         if unknown := sorted({tensor.dtype for tensor in tensors.values()} - STORED.keys()):
@@ -206,8 +208,8 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
     try:
         _check_memory(path, files, dtype, find_device(section.device), section.unused_weights)
     except ModelError as error:
-        return [f"on this machine the run would be refused: {error}"]
-    return []
+        return [*notes, f"on this machine the run would be refused: {error}"]
+    return notes
 
 
 def find_device(device: str) -> torch.device:

@@ -15,8 +15,8 @@ from sensorium.data.media_store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_path import find_checkpoint, find_weights, has_towers, naming, own_config
 from sensorium.models.quiet import quiet
-from sensorium.models.tiny import take_published_sizes
 from sensorium.models.self_check import refuse_general
+from sensorium.models.tiny import take_published_sizes
 from sensorium.recipe.family_facts import FAMILIES, GENERAL
 from sensorium.recipe.registry import resolve, table
 from sensorium.vocabulary.errors import ModelError, nearest

@@ -168,8 +168,8 @@ class ChatRenderer:
         before = self._apply([question, answer], False).partition(PRIVATE[0])[0]
         if prompt == self._apply([question], False) and before.strip() != prompt.strip():
             raise ModelError(
-                f"this chat template writes {before.removeprefix(prompt)!r} before an answer, and nothing where it is asked for "
-                "one (add_generation_prompt). Use the template that was published with the weights."
+                f"this chat template writes {before.removeprefix(prompt)!r} before an answer, and nothing where it is "
+                "asked for one (add_generation_prompt). Use the template that was published with the weights."
             )
         history = self._apply([question, Message("assistant", (Text(thought),)), question], True)
         self.lead = " " if history.startswith(f"{prompt} {thought}") else ""

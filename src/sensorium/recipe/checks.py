@@ -71,10 +71,10 @@ STATES_APART = (
     "cluster.sequence_parallel out."
 )
 GENERAL_ALONE = (
-    "the general path (models of families without an adapter, model.family: general) computes whole rows by the model's own "
-    "forward, in one process. It has no critic, learner ranks, matched precision or router loss, and samples with the engine "
-    "native. Use an estimator of groups (grpo, rloo, …), cluster.learners: 1 and rollout.engine: native, or a checkpoint of a "
-    "family of docs/guides/families.md."
+    "the general path (checkpoints of families without an adapter, model.family: general) computes whole rows by the "
+    "model's own forward, in one process. It has no critic, learner ranks, matched precision or router loss, and samples "
+    "with the engine native. Use an estimator of groups (grpo, rloo, …), cluster.learners: 1 and rollout.engine: native, "
+    "or a checkpoint of a family that docs/guides/families.md names."
 )
 ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 NO_ROUTES = (

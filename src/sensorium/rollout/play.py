@@ -254,6 +254,11 @@ class Rollout:
                 "would not be what the template says. Set rollout.window: 1 (each turn a fresh context), or "
                 "rollout.keep_thoughts: true (earlier turns stay as they were sampled), or use a template that does so."
             )
+        if section.max_turns > 1 and section.window != 1 and chat.one_turn:
+            raise RecipeError(
+                "rollout.window: this model's prompt attends both ways, so a second turn would change what was computed of "
+                "the first. Set rollout.window: 1 (each turn a fresh context), or rollout.max_turns: 1."
+            )
         self.chat = chat
         self.engine = engine
         self.section = section

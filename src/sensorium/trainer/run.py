@@ -30,7 +30,7 @@ from sensorium.data.planner import make_planner
 from sensorium.data.row_format import placeholder_notes
 from sensorium.evaluation.evaluate import Variant, measure
 from sensorium.recipe.algorithm_checks import cautions
-from sensorium.recipe.checks import cluster_notes, context_note
+from sensorium.recipe.checks import cluster_notes, context_note, general_note
 from sensorium.recipe.plan import for_tasks, make_plan, placed_processes
 from sensorium.recipe.registry import build
 from sensorium.recipe.schema import Recipe
@@ -128,6 +128,8 @@ def open_trainer(
             remember_tasks(directory, [*few, *held_out], [*stream.sources, *sources])
         plan = for_tasks(make_plan(recipe, session.policy.model.config.to_dict()), [*few, *held_out])
         found += filter(None, [disk_note(recipe, plan), memory_note(recipe, plan)])
+        if session.policy.general is not None:
+            found += [general_note(recipe), *(f"model: {note}" for note in session.policy.general.notes)]
         given = {"run_dir": directory.path, "logging": recipe.logging}
         loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
         watcher = Watchers([*loggers, *watchers])

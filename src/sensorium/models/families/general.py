@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.defaults import DefaultMedia
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.family import MediaFormat, Tower, group_of
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items, refuse_other_rate
 from sensorium.models.segment_layout import Expansion, expansion_of, sent_to
 from sensorium.vocabulary.content import Media, MediaKind
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-    from sensorium.data.sound import DecodedAudio
     from sensorium.models.chat_processor import ChatProcessor
 else:
     np, torch, Image = DeferredModule("numpy"), DeferredModule("torch"), DeferredModule("PIL.Image")
@@ -89,8 +88,10 @@ class Join:
         return torch.cat(list(tensors), self.axis)
 
     def _filled(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        whole = [own if axis == self.axis else size for axis, (own, size) in enumerate(zip(tensor.shape, sizes, strict=True))]
-        filled = tensor.new_full(whole, self.fill)
+        whole = [
+            own if axis == self.axis else size for axis, (own, size) in enumerate(zip(tensor.shape, sizes, strict=True))
+        ]
+        filled = tensor.new_full(whole, self.fill or 0)
         filled[tuple(slice(0, own) for own in tensor.shape)] = tensor
         return filled
 
@@ -145,25 +146,31 @@ class StockProcessor:
         found, both = [made, self._call([other])], self._call([one, other], between)
         first, second = (call["input_ids"][0].tolist() for call in found)
         if not self._feature_ids.intersection(first):
-            raise ModelError(f"its processor writes no token that takes features of a {self.kind}: it drops it.")
+            raise ModelError(f"its processor writes no token that takes features of a {self.kind}: it drops it")
         # A key may have the shape of one medium's ids by chance (a grid of three numbers, three ids).
         self.type_keys = tuple(sorted(key for key in made if all(_is_per_token(key, call) for call in found)))
         self.ends = tuple(self._text_at(first, second, side) for side in (0, 1))  # type: ignore[assignment]
         marks = self._tokenizer(between, add_special_tokens=False)["input_ids"]
         self.numbered = bool(between) and both["input_ids"][0].tolist() != first + marks + second
+        alike = self._call([one, one], between)  # where media of other sizes depend on each other
         for key in sorted(made.keys() - {*self.type_keys, *NOT_INPUTS}):
-            if not all(isinstance(call.get(key), torch.Tensor) for call in (*found, both)):
-                raise ModelError(f"its processor gives '{key}' of a {self.kind} in a form that is no tensor.")
-            join = find_join(found[0][key], found[1][key], both[key])
+            if not all(isinstance(call.get(key), torch.Tensor) for call in (*found, both, alike)):
+                raise ModelError(f"its processor gives '{key}' of a {self.kind} in a form that is no tensor")
+            first_T, second_T = found[0][key], found[1][key]
+            join = find_join(first_T, second_T, both[key]) or find_join(first_T, first_T, alike[key])
             if join is None:
-                shapes = [list(call[key].shape) for call in (*found, both)]
                 raise ModelError(
-                    f"its processor makes '{key}' of shapes {shapes[0]} and {shapes[1]} of two media of the kind {self.kind}, "
-                    f"and {shapes[2]} of both together, so that one of them depends on the other."
+                    f"its processor makes '{key}' of shape {list(first_T.shape)} of one {self.kind}, and of shape "
+                    f"{list(alike[key].shape)} of two equal ones, which are not the same numbers put together"
                 )
             self.joins[key] = join
 
-    def _call(self, media: Sequence[Any], between: str = "") -> dict[str, Any]:
+    def tokens(self, text: str, media: Sequence[Any]) -> list[int]:
+        """The processor's own tokens of a whole text with these media."""
+        ids: list[int] = self._call(media, text=text)["input_ids"][0].tolist()
+        return ids
+
+    def _call(self, media: Sequence[Any], between: str = "", text: str = "") -> dict[str, Any]:
         _, argument, *_ = WORDS[self.kind]
         given: Any = list(media)
         options: dict[str, Any] = {}
@@ -171,7 +178,7 @@ class StockProcessor:
             given = [given]
         if self.kind == "sound":
             options["sampling_rate"] = self.rate
-        text = between.join([self.placeholder] * len(media))
+        text = text or between.join([self.placeholder] * len(media))
         made = self._processor(text=[text], **{argument: given}, return_tensors="pt", add_special_tokens=False, **options)
         return dict(made)
 
@@ -240,32 +247,35 @@ def trial_media(kind: MediaKind, rate: int) -> tuple[Any, Any]:
 
 
 class GeneralMedia(DefaultMedia):
-    """Pictures and sounds as the checkpoint's own processor writes them. ``left_out``: kinds that it cannot take, and why."""
+    """Pictures and sounds as the checkpoint's own processor writes them. ``left_out``: kinds it cannot take, and why."""
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.company: Company | None = None  # found by the first check of the model's weights
+        # A prompt that attends both ways would see the turns after it.
+        self.one_turn = getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
         self.placeholders: dict[MediaKind, int] = {}
         self.preprocessors: dict[MediaKind, Preprocessor] = {}
         self.stand_ins: dict[str, int] = {}
         self.joined: dict[MediaKind, tuple[str, str, str]] = {}
         self.left_out: dict[MediaKind, str] = {}
         self.stock: dict[MediaKind, StockProcessor] = {}
-        named = list(_feature_tokens(config.to_dict()))
-        self.feature_ids = frozenset(token for _, tokens in named for token in tokens)
-        for kind, (block, _, parts, words) in WORDS.items() if processor is not None else ():
+        features = list(_feature_tokens(config.to_dict()))
+        self.feature_ids = frozenset(token for _, tokens in features for token in tokens)
+        speaks = getattr(processor, "chat_template", None)  # one without a template is refused by what renders
+        for kind, (block, _, parts, words) in WORDS.items() if speaks else ():
             part = next((found for name in parts if (found := getattr(processor, name, None)) is not None), None)
-            ids = frozenset(token for key, tokens in named if re.match(words, key) for token in tokens)
-            if part is None or not ids:
+            ids = frozenset(token for key, tokens in features if re.match(words, key) for token in tokens)
+            if part is None or not ids or getattr(config, f"{block.replace('image', 'vision')}_config", part) is None:
                 continue
             try:
                 found = self._find(kind, block, processor, getattr(part, "sampling_rate", 0), ids)
             except Exception as error:  # whatever a processor raises that cannot be used
-                self.left_out[kind] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": .")
+                named = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
+                self.left_out[kind] = named + (str(error).splitlines() or [""])[0].rstrip(".")
                 continue
-            token = processor.tokenizer.convert_tokens_to_ids(found.placeholder)
             self.stock[kind] = self.preprocessors[kind] = found
-            self.placeholders[kind] = token
-            self.stand_ins[found.placeholder] = token  # some tokenizers do not mark it as special
+            self.placeholders[kind] = processor.tokenizer.convert_tokens_to_ids(found.placeholder)
+            self.stand_ins[found.placeholder] = self.placeholders[kind]  # some tokenizers do not mark it as special
             if any(found.ends):
                 self.joined[kind] = ("", *found.ends)
         if self.left_out and not self.stock:
@@ -292,7 +302,10 @@ class GeneralMedia(DefaultMedia):
         found = [f"a {kind} cannot be shown to it: {reason}" for kind, reason in self.left_out.items()]
         for kind, stock in self.stock.items():
             if stock.numbered:
-                found.append(f"its processor numbers the {kind}s of a prompt; here each is numbered as the first")
+                found.append(
+                    f"its processor writes several {kind}s of a prompt otherwise than each alone (numbered, say); here "
+                    "each is written as if alone, because a thread grows turn by turn"
+                )
         return found
 
     def expand(self, extent: Extent) -> Expansion:
@@ -310,7 +323,9 @@ def _feature_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int,
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _feature_tokens(value)
-        elif isinstance(key, str) and re.fullmatch(r"(image|video|audio|speech|sound|visual_indicator)_token_(id|index|ids)", key):
+        elif isinstance(key, str) and re.fullmatch(
+            r"(image|video|audio|speech|sound|visual_indicator)_token_(id|index|ids)", key
+        ):
             tokens = value if isinstance(value, list | tuple) else [value]
             yield key, tuple(token for token in tokens if isinstance(token, int) and token >= 0)
 
@@ -319,7 +334,10 @@ def _shown(processor: Any, block: str) -> str:
     """What the chat template writes for a medium that opens a user's message."""
     given = [{"role": "user", "content": [{"type": block}, {"type": "text", "text": MARK}]}]
     bare = [{"role": "user", "content": [{"type": "text", "text": MARK}]}]
-    texts = [processor.apply_chat_template(messages, tokenize=False).partition(MARK)[0] for messages in (given, bare)]
+    rendered = [processor.apply_chat_template(messages, tokenize=False) for messages in (given, bare)]
+    if not all(isinstance(text, str) for text in rendered):  # Voxtral's, whose tokenizer is another library's
+        raise ModelError("its processor renders no chats as text: it needs a package of its own for them (mistral_common)")
+    texts = [text.partition(MARK)[0] for text in rendered]
     start = next((i for i, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), min(map(len, texts)))
     return texts[0][start:]
 
@@ -394,9 +412,6 @@ class General:
         self._keeps = "logits_to_keep" in parameters
         self.unchecked, self.notes = True, tuple[str, ...]()
         self._recompute, self.recomputes = False, bool(model.supports_gradient_checkpointing)
-        text = model.config.get_text_config()
-        # Of these the prompt attends both ways, and the response does not.
-        self.prefix_attention = getattr(text, "use_bidirectional_attention", None) in (True, "all")
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """Not asked for: the model's own forward has its rotary embeddings inside."""
@@ -408,8 +423,11 @@ class General:
         layouts = [chat.layout(segment) for segment in segments]
         ids_T = torch.cat([layout.ids_T for layout in layouts])
         types = {key: torch.zeros_like(ids_T) for key in media_format.type_keys}
-        if self.prefix_attention and "token_type_ids" in types:
-            written = [torch.tensor(segment.author == "model").expand(len(layout)) for segment, layout in zip(segments, layouts, strict=True)]
+        if media_format.one_turn and "token_type_ids" in types:  # which attend one way
+            written = [
+                torch.tensor(segment.author == "model").expand(len(layout))
+                for segment, layout in zip(segments, layouts, strict=True)
+            ]
             types["token_type_ids"] += torch.cat(written)
         media, places, start = [], dict[str, list[tuple[Any, ...]]](), 0
         for layout in layouts:
@@ -434,7 +452,9 @@ class General:
             table = torch.tensor([number for numbers in several for number in numbers])
             given[key] = table.view(-1, 3) if key.endswith("grid_thw") else table
         wanted = inspect.signature(self._core.get_rope_index).parameters
-        positions_31T: Tensor = self._core.get_rope_index(**{key: value for key, value in given.items() if key in wanted})[0]
+        positions_31T: Tensor = self._core.get_rope_index(**{key: value for key, value in given.items() if key in wanted})[
+            0
+        ]
         return positions_31T[:, 0]
 
     def batches(self, chat: ChatProcessor, rows: Sequence[StockRow], tokens: int) -> Iterator[list[int]]:
@@ -537,7 +557,7 @@ class General:
             return
         if not self.recomputes:
             raise ModelError(
-                f"model.gradient_checkpointing: {type(self.model).__name__} cannot recompute its activations; set it to false."
+                f"model.gradient_checkpointing: {type(self.model).__name__} cannot recompute activations; set it to false."
             )
         self.model.gradient_checkpointing_enable()
         self.model.disable_input_require_grads()  # which enabling it always installs, for frozen embeddings too
@@ -574,26 +594,42 @@ def module_groups(model: Any) -> dict[str, tuple[str, ...]]:
 
     A module inside the decoder that holds a tower (Phi-4-multimodal) is a projector but for the tower.
     """
-    from transformers import PreTrainedModel
-
     decoder, head, embeddings = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
     names = {id(part): name for name, part in model.named_modules()}
-    towers: dict[str, str] = {}
-    kinds = {"vision": re.compile("vision|image|visual|vq"), "audio": re.compile("audio|encoder|speech|sound")}
-    configs = {key: part for key, part in vars(model.config).items() if key.endswith("_config") and hasattr(part, "model_type")}
-    for name, part in model.named_modules():
-        if not isinstance(part, PreTrainedModel) or part in (model, decoder) or any(name.startswith(f"{known}.") for known in towers):
-            continue
-        for group, words in kinds.items():
-            if any(words.search(key) and type(part.config) is type(own) for key, own in configs.items()):
-                towers.setdefault(name, group)
-    groups: dict[str, list[str]] = {"language": [], "head": []}
-    groups |= {group: [f"{name}." for name, own in towers.items() if own == group] for group in sorted(set(towers.values()))}
+    towers = dict(_towers(model, decoder))
+    groups: dict[str, list[str]] = {"language": [], "head": [], "vision": [], "audio": [], "projector": []}
+    for name, group in towers.items():
+        groups[group].append(f"{name}.")
     at = names.get(id(decoder), "")
-    groups["language"] += [f"{at}." if at else "", *([f"{name}."] if (name := names.get(id(embeddings), "")) else [])]
-    if (name := names.get(id(head), "")) and head.weight is not embeddings.weight:
-        groups["head"].append(f"{name}.")
+    groups["language"] += [f"{name}." if name else "" for name in dict.fromkeys((at, names.get(id(embeddings), at)))]
+    if head.weight is not embeddings.weight:
+        groups["head"].append(f"{names[id(head)]}.")
     if towers:
-        around = {".".join(name.split(".")[: at.count(".") + 2 if at else 1]) + "." for name in towers if not at or name.startswith(f"{at}.")}
-        groups["projector"] = [*([""] if at else []), *around - {prefix for several in groups.values() for prefix in several}]
-    return {group: tuple(prefixes) for group, prefixes in groups.items() if prefixes}
+        inside = {name.removeprefix(f"{at}.").split(".")[0] for name in towers if not at or name.startswith(f"{at}.")}
+        groups["projector"] += [""] if at else []
+        groups["projector"] += sorted(
+            {f"{at}.{name}." if at else f"{name}." for name in inside} - {f"{name}." for name in towers}
+        )
+    fitting = {
+        group_of(name, {group: tuple(prefixes) for group, prefixes in groups.items()})
+        for name, _ in model.named_parameters()
+    }
+    return {group: tuple(prefixes) for group, prefixes in groups.items() if group in fitting}
+
+
+def _towers(model: Any, decoder: Any) -> Iterator[tuple[str, str]]:
+    """Names of the outermost modules whose config is that of a tower, and their groups."""
+    from transformers import PreTrainedModel
+
+    kinds = (("vision", "vision|image|visual|vq"), ("audio", "audio|encoder|speech|sound"))
+    configs = {key: part for key, part in vars(model.config).items() if key.endswith("_config") and part is not None}
+    found: list[str] = []
+    for name, part in model.named_modules():
+        outer = any(name.startswith(f"{known}.") for known in found)
+        if not isinstance(part, PreTrainedModel) or part is model or part is decoder or outer:
+            continue
+        for group, words in kinds:
+            if any(re.match(words, key) and type(part.config) is type(own) for key, own in configs.items()):
+                found.append(name)
+                yield name, group
+                break
