@@ -144,7 +144,9 @@ def test_gradients_of_every_parameter_are_those_of_the_stock_model(pairs: Pairs,
         largest = max(float(gradient.norm()) for gradient in want.values())
         for name, gradient in want.items():
             floor = 1e-7 * largest
-            assert float((got[name] - gradient).norm()) <= FAMILY_ROWS[family].rounding * float(gradient.norm()) + floor, name
+            assert float((got[name] - gradient).norm()) <= FAMILY_ROWS[family].rounding * float(gradient.norm()) + floor, (
+                name
+            )
     unmoved = [name for name, _ in pair.policy.model.named_parameters() if name not in got]
     assert all(name.endswith(UNUSED) for name in unmoved), "every other parameter takes part, the towers' too"
     assert all(float(gradient.norm()) > 0 for gradient in got.values())

@@ -109,7 +109,9 @@ def test_sizes_can_be_overridden_and_a_wrong_name_is_refused(tmp_path: Path) -> 
     config = AutoModelForImageTextToText.from_pretrained(folder).config
     assert (config.text_config.hidden_size, config.vision_config.depth, config.vision_config.out_hidden_size) == (64, 1, 64)
     assert "lm_head.weight" in load_file(folder / "model.safetensors")
-    hybrid = make_tiny("qwen3_5", tmp_path / "hybrid", full_attention_interval=4, num_hidden_layers=4)  # a key of no signature
+    hybrid = make_tiny(
+        "qwen3_5", tmp_path / "hybrid", full_attention_interval=4, num_hidden_layers=4
+    )  # a key of no signature
     layers = json.loads((hybrid / "config.json").read_text())["text_config"]["layer_types"]
     assert layers == ["linear_attention"] * 3 + ["full_attention"]
     text = make_tiny("qwen3", tmp_path / "text", num_hidden_layers=1)

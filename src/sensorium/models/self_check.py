@@ -40,7 +40,7 @@ BOUND = 1e-3
 QUESTION = "What is this?"
 NARROW_BOUND = 0.3  # of a mean over the distribution, in bfloat16
 ANSWERS = ("A square.", "A ring.")
-MORE_SIZES = {"picture": ((64, 48), (180, 260)), "sound": ((0.5, 0.0), (1.25, 0.0))}
+MORE_SIZES = {"picture": ((64, 64), (180, 260)), "sound": ((0.5, 0.0), (1.25, 0.0))}
 
 
 def refuse_general(config: Any) -> None:
