@@ -374,3 +374,58 @@ def place(
             tl.store(key_pages + ((page * KV + k) * PAGE + entry % PAGE) * SIZE + d, rotated, mask=inside)
         else:
             tl.store(query_out + (row * HEADS + head) * SIZE + d, rotated, mask=inside)
+
+
+@triton.jit
+def convolve_next(
+    mixed, windows, weight, bias, slots, out, channels,
+    BIAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """A delta net's convolution and SiLU for one new column per row, whose window of ``WIDTH`` columns moves on."""
+    after_previous(AHEAD)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < channels
+    kind: tl.constexpr = out.dtype.element_ty
+    window = windows + tl.load(slots + row) * WIDTH * channels + c
+    new = tl.load(mixed + row * channels + c, mask=inside, other=0.0)
+    summed = new.to(tl.float32) * tl.load(weight + c * (WIDTH + 1) + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(WIDTH):
+        column = tl.load(window + i * channels, mask=inside, other=0.0)
+        summed += column.to(tl.float32) * tl.load(weight + c * (WIDTH + 1) + i, mask=inside, other=0.0).to(tl.float32)
+        if i > 0:
+            tl.store(window + (i - 1) * channels, column, mask=inside)
+    tl.store(window + (WIDTH - 1) * channels, new.to(windows.dtype.element_ty), mask=inside)
+    if BIAS:
+        summed += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
+    rounded = summed.to(kind).to(tl.float32)
+    tl.store(out + row * channels + c, (rounded / (1.0 + tl.exp(-rounded))).to(kind), mask=inside)
+
+
+@triton.jit
+def delta_next(
+    columns, decay, beta, states, slots, out, channels, scale,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The gated delta rule (``delta_rule``) for one token per row; each state is read and written once, in its slot."""
+    after_previous(AHEAD)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    k = tl.arange(0, K)
+    v = tl.program_id(2) * V + tl.arange(0, V)
+    key_inside, inside = k < SIZE, v < VALUE
+    begin = columns + row * channels + (head // SHARE) * SIZE
+    query = tl.load(begin + k, mask=key_inside, other=0.0).to(tl.float32)
+    key = tl.load(begin + HEADS * SIZE + k, mask=key_inside, other=0.0).to(tl.float32)
+    query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + 1e-6))
+    key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
+    value = tl.load(columns + row * channels + 2 * HEADS * SIZE + head * VALUE + v, mask=inside, other=0.0).to(tl.float32)
+    gate = row * (HEADS * SHARE) + head
+    place = (tl.load(slots + row) * (HEADS * SHARE) + head) * SIZE * VALUE + k[:, None] * VALUE + v[None, :]
+    both = key_inside[:, None] & inside[None, :]
+    state = tl.load(states + place, mask=both, other=0.0).to(tl.float32) * tl.exp(tl.load(decay + gate).to(tl.float32))
+    added = (value - tl.sum(state * key[:, None], 0)) * tl.load(beta + gate).to(tl.float32)
+    state += key[:, None] * added[None, :]
+    tl.store(states + place, state.to(states.dtype.element_ty), mask=both)
+    tl.store(out + gate * VALUE + v, tl.sum(state * query[:, None], 0).to(out.dtype.element_ty), mask=inside)

@@ -9,9 +9,11 @@ The state is float32 in every precision: rounded to bfloat16 after each token, i
 differ 4.5 times as much. Axes: B rows, T tokens, H key heads, G value heads (a multiple of H), K and V their sizes, R runs.
 """
 
+import sys
 from functools import lru_cache
 from importlib import import_module
 from inspect import unwrap
+from math import log2
 from typing import Any
 
 import torch
@@ -91,6 +93,7 @@ def fla_chunks(
     """``torch_chunks`` by flash-linear-attention, which has gradients through both states. ``ends_R1`` is int64."""
     chunks: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     mend_decay_gradient()
+    take_one_tiling()
     out, after = chunks(
         query_BTHK, key_BTHK, value_BTGV, g=decay_BTG, beta=beta_BTG, initial_state=state_BGKV, output_final_state=True,
         use_qk_l2norm_in_kernel=True, cu_seqlens=ends_R1,
@@ -124,6 +127,24 @@ def mend_decay_gradient() -> None:
         return dq, dk, dw, dg
 
     rule.chunk_bwd_dqkwg = gradients  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1)
+def take_one_tiling() -> None:
+    """Let each kernel of flash-linear-attention take one tiling; its search compiles about 200, for over a minute."""
+    tuner = import_module("triton.runtime.autotuner").Autotuner
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
+        for kernel in list(vars(module).values()):
+            while not isinstance(kernel, tuner) and type(kernel).__module__.startswith("triton.runtime"):
+                kernel = getattr(kernel, "fn", None)  # heuristics stand around it
+            if isinstance(kernel, tuner) and kernel.configs:
+                kernel.configs = [min(kernel.configs, key=_unusual)]
+
+
+def _unusual(tiling: Any) -> float:
+    """How far a tiling is from 4 warps, 3 stages and blocks of 64, in powers of two and stages."""
+    sizes = [size for size in tiling.kwargs.values() if type(size) is int and size > 0]
+    return abs(log2(tiling.num_warps / 4)) + abs(tiling.num_stages - 3) + sum(abs(log2(size / 64)) for size in sizes)
 
 
 def decay_gradient(

@@ -20,10 +20,16 @@ class UnknownLayer(Exception):
 
 @dataclass(frozen=True)
 class NormWeights:
-    """The weight and epsilon of a stock RMSNorm."""
+    """The weight and epsilon of a stock RMSNorm. ``centred``: its weight learns around 0, and 1 is added to it."""
 
     weight: Tensor
     eps: float
+    centred: bool = False
+
+    @property
+    def gain(self) -> Tensor:
+        """What normed values are multiplied by; in float32 for a centred norm, as a small weight would be rounded away."""
+        return 1.0 + self.weight.float() if self.centred else self.weight
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,29 @@ class LayerParts:
         if self.index >= FINE_LAYERS or not isinstance(self.inner, GatedMLP):
             return False
         return all(_is_fine(layer) for layer in (self.inner.gate, self.inner.up, self.inner.down))
+
+
+@dataclass(frozen=True)
+class MixerParts:
+    """A decoder layer whose first half, ``mixer``, is a module that is called as it is (a delta net, gated attention)."""
+
+    index: int
+    before: NormWeights
+    mixer: nn.Module
+    between: NormWeights
+    inner: GatedMLP | Callable[[Tensor], Tensor]
+    fine: bool = False
+
+
+def mixer_of(layer: Any) -> MixerParts:
+    """The parts of a layer of a hybrid model (Qwen3.5); others are refused with ``UnknownLayer``."""
+    names = {name for name, _ in layer.named_children()}
+    for name in ("linear_attn", "self_attn"):
+        if names == {name, "mlp", "input_layernorm", "post_attention_layernorm"}:
+            mixer, norms = getattr(layer, name), (layer.input_layernorm, layer.post_attention_layernorm)
+            before, between = (NormWeights(norm.weight, norm.eps, centred=True) for norm in norms)
+            return MixerParts(mixer.layer_idx, before, mixer, between, _inner(layer.mlp))
+    raise UnknownLayer(f"{type(layer).__name__} is made of {', '.join(sorted(names))}")
 
 
 def parts_of(layer: Any) -> LayerParts:

@@ -23,9 +23,20 @@ from torch.utils.checkpoint import checkpoint
 
 from sensorium.kernels.fallbacks import fall_back
 from sensorium.kernels.layer_ops import AddNorm, Gate, Norm, Rotate, ops_of, wide_linear, wide_product
-from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
+from sensorium.kernels.layer_parts import (
+    FINE_SCALE,
+    GatedMLP,
+    LayerParts,
+    MixerParts,
+    NormWeights,
+    UnknownLayer,
+    mixer_of,
+    norm_of,
+    parts_of,
+)
 from sensorium.kernels.layer_torch import column_sums
 from sensorium.models.attention import Attention, MaskedAttention
+from sensorium.models.delta_net import is_delta
 
 DecoderLayer = Callable[..., Tensor]
 # False: activations are kept. "selective": those of the MLP are recomputed. True: whole layers are.
@@ -135,7 +146,7 @@ class GatedBlock(torch.autograd.Function):
         keep: bool,
         fine: bool,
     ) -> Tensor:
-        given, ops = torch.float16 if fine else None, ops_of(x)
+        given, ops = torch.float16 if fine else gate_FW.dtype, ops_of(x)
         seen = x.contiguous() if out_WA is None else wide_product(x, out_WA)
         normed_NW, summed_NW, scale_N = ops.add_normed(seen, residual.contiguous(), gain_W, eps, given)
         if fine:
@@ -156,7 +167,7 @@ class GatedBlock(torch.autograd.Function):
         x, out_WA, summed_NW, gain_W, scale_N, gate_NF, up_NF, gate_FW, up_FW, down_WF = ctx.saved_tensors
         outer, (kind, inner_kind), ops = gradients[0].contiguous(), ctx.kinds, ops_of(summed_NW)
         if gate_NF is None:
-            again_NW = ops.normed(summed_NW, gain_W, ctx.eps)[0]
+            again_NW = ops.normed(summed_NW, gain_W, ctx.eps)[0].to(inner_kind)
             gate_NF, up_NF = linear(again_NW, gate_FW), linear(again_NW, up_FW)
         narrow_NW = outer.to(inner_kind).flatten(0, -2)
         given_NF = (narrow_NW @ down_WF).view_as(gate_NF)
@@ -166,7 +177,7 @@ class GatedBlock(torch.autograd.Function):
         inner_NW = _summed_products(flat, (gate_FW, up_FW)).view(summed_NW.shape)
         other = None if kind == summed_NW.dtype else kind
         norm = ops.norm_gradients(summed_NW, gain_W, scale_N, inner_NW, outer, narrow=other, again=True)
-        normed_NW = norm.result.flatten(0, -2)
+        normed_NW = norm.result.flatten(0, -2).to(inner_kind)
         weights = [part.T @ normed_NW if ctx.needs_input_grad[5 + i] else None for i, part in enumerate(flat)]
         seen, out_gradient = norm.input if norm.narrow is None else norm.narrow, None
         if out_WA is not None:
@@ -205,7 +216,7 @@ class LayerStack:
 class FusedLayer:
     """One decoder layer over a float32 residual stream."""
 
-    def __init__(self, parts: LayerParts) -> None:
+    def __init__(self, parts: LayerParts | MixerParts) -> None:
         self._parts = parts
         self.lean = False  # recomputes products of the MLP in the backward pass
 
@@ -213,7 +224,12 @@ class FusedLayer:
         self, hidden_BTW: Tensor, *, position_embeddings: tuple[Tensor, Tensor], sensorium_attention: Attention
     ) -> Tensor:
         parts = self._parts
-        query, key, value, hidden_BTW = self._projected(hidden_BTW, position_embeddings)
+        if isinstance(parts, MixerParts):
+            normed_BTW = self.norm(hidden_BTW, parts.before)
+            given = {"position_embeddings": position_embeddings, "attention_mask": None}
+            mixed = parts.mixer(normed_BTW, sensorium_attention=sensorium_attention, **given)
+            return self._second_half(mixed[0] if isinstance(mixed, tuple) else mixed, hidden_BTW)
+        query, key, value, hidden_BTW = self._projected(parts, hidden_BTW, position_embeddings)
         seen_BTHD = sensorium_attention(
             parts.index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), parts.scaling
         )
@@ -225,11 +241,11 @@ class FusedLayer:
         return self._parts.fine
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
-        return Norm.apply(x, norm.weight, norm.eps)
+        return Norm.apply(x, norm.gain, norm.eps).to(norm.weight.dtype)
 
-    def _projected(self, hidden_BTW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def _projected(self, parts: LayerParts, hidden_BTW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Rotated queries and keys, and values, [B, T, heads, D] of the normed stream, and the stream."""
-        parts, before = self._parts, self._parts.before
+        before = parts.before
         layers = (parts.query, parts.key, parts.value)
         plain = all(is_plain(layer) for layer in layers)
         if plain and parts.norms is None and len({layer.bias is None for layer in layers}) == 1:
@@ -248,19 +264,20 @@ class FusedLayer:
         return query, key, value, hidden_BTW
 
     def _second_half(self, seen_BTW: Tensor, hidden_BTW: Tensor) -> Tensor:
-        """The stream after the output projection and the MLP or the experts."""
-        out, inner, between = self._parts.out, self._parts.inner, self._parts.between
+        """The stream after the output projection, which a mixer has done itself, and the MLP or the experts."""
+        inner, between = self._parts.inner, self._parts.between
+        out = None if isinstance(self._parts, MixerParts) else self._parts.out
         if isinstance(inner, GatedMLP) and all(map(is_plain, (inner.gate, inner.up, inner.down))):
             layers = (inner.gate, inner.up, inner.down)
             if all(layer.bias is None for layer in layers):
-                plain = is_plain(out) and out.bias is None
-                given = (seen_BTW, out.weight) if plain else (wide_linear(out, seen_BTW), None)
+                plain = out if out is not None and is_plain(out) and out.bias is None else None
+                given = (_product(out, seen_BTW), None) if plain is None else (seen_BTW, plain.weight)
                 weights = [layer.weight for layer in layers]
                 return GatedBlock.apply(
-                    *given, hidden_BTW, between.weight, between.eps, *weights, not self.lean, self._parts.fine
+                    *given, hidden_BTW, between.gain, between.eps, *weights, not self.lean, self._parts.fine
                 )
-        projected_BTW = wide_linear(out, seen_BTW)
-        normed_BTW, sum_BTW = AddNorm.apply(projected_BTW, hidden_BTW, between.weight, between.eps)
+        normed_BTW, sum_BTW = AddNorm.apply(_product(out, seen_BTW), hidden_BTW, between.gain, between.eps)
+        normed_BTW = normed_BTW.to(between.weight.dtype)
         if self.lean and torch.is_grad_enabled():
             return sum_BTW + checkpoint(self._inner, normed_BTW, use_reentrant=False, preserve_rng_state=False)
         return sum_BTW + self._inner(normed_BTW)
@@ -272,15 +289,21 @@ class FusedLayer:
         return inner(normed_BTW)
 
 
+def _product(out: nn.Module | None, seen_BTW: Tensor) -> Tensor:
+    return seen_BTW if out is None else wide_linear(out, seen_BTW)
+
+
 def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> LayerStack:
     """The fused layers of a language model, or the stock ones where that fails."""
     layers = model.layers
     try:
         if model.embed_tokens.weight.is_cuda and find_spec("triton") is None:
             raise UnknownLayer("Triton is not installed")
-        fused = [FusedLayer(parts_of(layer)) for layer in layers]
-        kinds = {(type(layer.mlp), fused[i].fine): i for i, layer in reversed(list(enumerate(layers)))}
-        last = norm_of(model.norm)
+        hybrid = any(is_delta(layer) for layer in layers)
+        fused = [FusedLayer(mixer_of(layer) if hybrid else parts_of(layer)) for layer in layers]
+        found = reversed(list(enumerate(layers)))
+        kinds = {(type(layer.mlp), is_delta(layer), fused[i].fine): i for i, layer in found}
+        last = NormWeights(model.norm.weight, model.norm.eps, centred=True) if hybrid else norm_of(model.norm)
         for i in kinds.values():
             check(layers[i], fused[i], rotary)
     except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop

@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def"
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +16,8 @@ from sensorium.kernels.decode_triton import (
     LARGEST_GATED,
     add_parts_norm,
     chunk_mass,
+    convolve_next,
+    delta_next,
     draw_tokens,
     fits,
     gated_products,
@@ -25,6 +28,7 @@ from sensorium.kernels.decode_triton import (
 from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_triton import add_normed, gated, gated_finely, normed
 from sensorium.kernels.matched_ops import unit_bits
+from sensorium.models.delta_net import DeltaTokens, window_size
 
 # They compute what ``TorchOps`` computes, with the same roundings; only sums are taken in another order.
 # Attention is one launch where ``row_attention`` takes it, and otherwise in three parts. Rows of a tile (members of a
@@ -33,6 +37,7 @@ from sensorium.kernels.matched_ops import unit_bits
 # splits, so that few rows still fill the GPU.
 
 
+COLUMNS = 1024  # channels of a delta net's convolution that one program computes
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 # Programs of attention that keep an H200 busy, over shared pages and over own ones: of 3 to 16 splits of own pages 8 were
 # fastest at 24 rows, of 1 to 6 3 at 64.
@@ -243,6 +248,26 @@ class TritonOps(TorchOps):
             **launch_ahead(query_BHD),
         )  # fmt: skip
         return out_BHD.flatten(1)
+
+    def delta(self, net: Any, tokens: DeltaTokens, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
+        """A delta net in two launches; windows and states are read and written once, in their slots."""
+        mixed_B1C, bias = tokens.mixed_BTC.contiguous(), net.conv1d.bias
+        batch, _, channels = mixed_B1C.shape
+        heads, share, size, value = net.num_k_heads, net.num_v_heads // net.num_k_heads, net.head_k_dim, net.head_v_dim
+        ahead = launch_ahead(mixed_B1C)
+        columns_BC = mixed_B1C.new_empty(batch, channels)
+        convolve_next[(batch, triton.cdiv(channels, COLUMNS))](
+            mixed_B1C, windows_NWC, net.conv1d.weight, mixed_B1C if bias is None else bias, slots_B, columns_BC, channels,
+            BIAS=bias is not None, WIDTH=window_size(net), BLOCK=COLUMNS, **ahead,
+        )  # fmt: skip
+        out_B1GV = mixed_B1C.new_empty(batch, 1, heads * share, value)
+        wide = min(64, triton.next_power_of_2(value))
+        delta_next[(batch, heads * share, triton.cdiv(value, wide))](
+            columns_BC, tokens.decay_BTG.contiguous(), tokens.beta_BTG.contiguous(), states_NGKV, slots_B, out_B1GV,
+            channels, size**-0.5, HEADS=heads, SHARE=share, SIZE=size, VALUE=value, K=triton.next_power_of_2(size), V=wide,
+            num_warps=4, **ahead,
+        )  # fmt: skip
+        return out_B1GV
 
     def draw(self, logits_BV: Tensor, rows: DecodeRows, forbidden_F: Tensor, stop_S: Tensor, truncated: bool) -> None:
         """Draw the next token of every row and move the rows on."""

@@ -121,6 +121,7 @@ class StockStep:
     """The step through the stock layers, attention by ``ops``."""
 
     name = "stock layers"
+    stock = True
 
     def __init__(self, policy: Policy, ops: TorchOps) -> None:
         self._policy = policy
@@ -130,8 +131,15 @@ class StockStep:
         """The logits after every row's last token, whose keys and values are written."""
         positions_3B1 = rows.positions_B[None, :, None].expand(3, -1, 1)
         attention = _RowAttention(rows, pool, self._ops)
-        hidden_B1H = self._policy.language(rows.tokens_B[:, None], positions_3B1, attention, stock=True)
-        return self._policy.adapter.head(hidden_B1H[:, 0])
+        hidden_B1H = self._policy.language(rows.tokens_B[:, None], positions_3B1, attention, stock=self.stock)
+        return (self._policy.adapter.head if self.stock else self._policy.head_logits)(hidden_B1H[:, 0])
+
+
+class LayerStep(StockStep):
+    """The step of a hybrid model (Qwen3.5), through the learner's fused layers."""
+
+    name = "fused layers"
+    stock = False
 
 
 class _RowAttention:
@@ -314,11 +322,13 @@ class DecodeRunner:
         self._capture = self._fast and self._policy.device.type == "cuda"
         matched = self._policy.matched is not None
         self._ops = self._fast_ops() if self._fast and not matched else TorchOps()
-        self._step: FusedStep | StockStep | MatchedStep = StockStep(self._policy, self._ops)
+        hybrid = bool(self._policy.delta_layers)
+        kind = LayerStep if hybrid and self._fast and self._policy.device.type == "cuda" else StockStep
+        self._step: FusedStep | StockStep | MatchedStep = kind(self._policy, self._ops)
         self._verified = not self._fast
         if matched:
             self._step = MatchedStep(self._policy)
-        elif self._fast and not self._pool.states:  # of delta nets there is no fused form: nothing to report
+        elif self._fast and not hybrid:
             try:
                 self._step = FusedStep(self._policy, self._ops)
             except UnknownLayer as error:
