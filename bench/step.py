@@ -164,6 +164,7 @@ def time_steps(
             loop.run_until_complete(trainer.advance())
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
+            print(f"step {i}: {seconds[-1]:.2f} s; {'; '.join(trainer.session.engine.notes)}", file=sys.stderr, flush=True)
         after = torch.cuda.memory_stats()
         rows = read_metrics(directory.metrics)[1:]
         middle = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0] if name != "step"}
