@@ -205,8 +205,8 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
 # How far the logits of the fused step may be from those of the stock one, relative to the largest logit.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
 # Farther for matched layers and hybrid models. The check is for kernels that are wrong, and in bfloat16 the stock layers
-# round their residual stream: matched layers of a tiny model with adapters were 0.043 off them. On an H200 probabilities of a
-# hybrid's engine and learner differ by 4.8 % in the mean (Qwen3.5 4B's shape), those of Qwen2.5-VL-3B's shape by 1 %.
+# round their residual stream: matched layers of a tiny model with adapters were 0.043 off them. On an H200 probabilities of
+# a hybrid (Qwen3.5 4B's shape) differ by 4.8 % between engine and learner, those of Qwen2.5-VL-3B's shape by 1 %.
 WIDER = 2.5
 _CAPTURING = Lock()
 LEAST_PAGES = 4
