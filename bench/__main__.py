@@ -2,7 +2,8 @@
 
 python -m bench step --workload W0|W1|W2|W3|OMNI|Q35|A3B [--steps 3] [--lora 0] [--tokens-per-microbatch 16384]
                      [--sharing on|off|none] [--recompute none|selective|full|auto] [--moments bfloat16]
-                     [--precision fast|matched] [--peers]
+                     [--precision fast|matched] [--replay] [--peers]
+python -m bench experts [--workload A3B] [--lora 32] [--tokens-per-microbatch 14100]
 python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
 python -m bench curves
 python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
@@ -21,6 +22,7 @@ time, ``--push`` is how vLLM gets its weights, and ``--tiny`` runs it with a tin
 
 The others need a CUDA GPU. Weights are random: speed does not depend on their values.
 SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
+``experts`` compares forms of a mixture's experts and replayed routes in one process (``bench/experts.py``).
 ``kernels`` times steps with every kernel switched off in turn (``bench/kernel_times.py``).
 ``export`` measures memory and needs 60 GiB of disk (without a LoRA rank 110 to save the optimizer too); ``--tiny`` runs it
 on a tiny model and any machine.
@@ -44,7 +46,7 @@ RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "fu
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["step", "engines", "rollout", "curves", "kernels", "export"])
+    parser.add_argument("what", choices=["step", "engines", "rollout", "curves", "kernels", "export", "experts"])
     parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35", "A3B"])
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
@@ -60,6 +62,7 @@ def main() -> None:
         "--profile", action="store_true", help="list kernels (of a step: of its update) and functions by their time"
     )
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
+    parser.add_argument("--replay", action="store_true", help="a step with algorithm.router_replay (A3B)")
     parser.add_argument("--only", choices=["native", "vllm"], help="of the engines")
     parser.add_argument("--push", default="auto", choices=["auto", "ipc", "file"], help="how vLLM gets its weights")
     parser.add_argument("--limit-s", type=float, default=900.0, help="for each engine, its start included; of kernels")
@@ -118,8 +121,13 @@ def main() -> None:
             given.precision,
             given.sharing,
             given.lora,
+            given.replay,
         )
         result |= {"peers": peers} if given.peers else {}
+    elif given.what == "experts":
+        from experts import time_experts
+
+        result = time_experts(WORKLOADS["A3B"], min(given.tokens_per_microbatch, 14100), given.lora or 32)
     elif given.what == "kernels":
         from kernel_times import time_kernels
 

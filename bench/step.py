@@ -110,8 +110,13 @@ def opened(
     precision: str = "fast",
     alone: bool = False,
     lora: int = 0,
+    replay: bool = False,
 ) -> Iterator[tuple[Any, RunDirectory, Recipe]]:
-    """A trainer of a workload, its run directory and its recipe. ``alone``: advantages that need no group."""
+    """A trainer of a workload, its run directory and its recipe. ``alone``: advantages that need no group.
+
+    ``replay``: ``algorithm.router_replay``.
+    """
+    algorithm: dict[str, Any] = {"advantage": {"name": "reinforce_plus_plus"}} if alone else {}
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch) / "model", work.family)
@@ -125,7 +130,7 @@ def opened(
             batch={"tokens_per_microbatch": tokens_per_microbatch},
             optimizer={"lr": 1e-6, "moments": moments},
             media={"memory_gib": max(1.0, _prepared_gib(work))},
-            **({"algorithm": {"advantage": {"name": "reinforce_plus_plus"}}} if alone else {}),
+            algorithm=algorithm | {"router_replay": replay},
         )
         trainer = open_trainer(recipe, directory)
         if work.tail > 1:
@@ -149,12 +154,14 @@ def time_steps(
     precision: str = "fast",
     sharing: str = "on",
     lora: int = 0,
+    replay: bool = False,
 ) -> dict[str, Any]:
     """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
     alone = sharing == "none"
     if alone:
         work = replace(work, prompts=work.episodes, group=1)
-    with opened(work, tokens_per_microbatch, recompute, moments, precision, alone, lora) as (trainer, directory, recipe):
+    given = work, tokens_per_microbatch, recompute, moments, precision, alone, lora, replay
+    with opened(*given) as (trainer, directory, recipe):
         loop = asyncio.new_event_loop()
         seconds, before = [], torch.cuda.memory_stats()
         for i in range(1 + steps):

@@ -43,7 +43,7 @@ def stock_routes(bench: Bench, segments: list[Segment]) -> np.ndarray:
     """Ids by one plain forward of the stock model over the thread."""
     ids_T = torch.cat([bench.policy.chat.layout(segment).ids_T for segment in segments])
     inputs = row_inputs(bench.policy, ids_T, [span.media for segment in segments for span in segment.media])
-    with torch.no_grad(), watching(routers_of(type(bench.policy.adapter)(bench.stock).language_model)) as seen:
+    with torch.no_grad(), watching(routers_of(type(bench.policy.adapter)(bench.stock).language_model.layers)) as seen:
         bench.stock(**inputs, use_cache=False)
     return torch.stack([one.ids_TK for one in seen], 1).numpy()
 

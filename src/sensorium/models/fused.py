@@ -11,6 +11,7 @@ pass from the residual stream and from gate and up, by two kernels: Qwen2.5-VL-3
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
@@ -37,6 +38,7 @@ from sensorium.kernels.layer_parts import (
 from sensorium.kernels.layer_torch import column_sums
 from sensorium.models.attention import Attention, MaskedAttention
 from sensorium.models.delta_net import is_delta
+from sensorium.models.experts import replaying, routers_of, watching
 
 DecoderLayer = Callable[..., Tensor]
 # False: activations are kept. "selective": those of the MLP are recomputed. True: whole layers are.
@@ -321,17 +323,23 @@ def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tupl
     positions = torch.arange(TRIAL_TOKENS, device=weight.device)[None, None].expand(3, 1, -1)
     given: dict[str, Any] = {"position_embeddings": rotary(hidden, positions), "sensorium_attention": MaskedAttention()}
     learning = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    results = []
+
+    def computed(each: Any) -> list[Tensor | None]:
+        entered = (hidden.float() if each is fused else hidden.clone()).requires_grad_()
+        out = each(entered, **given)
+        return [out, *torch.autograd.grad(out, [entered, *learning], gradient, allow_unused=True)]
+
     with torch.enable_grad():
-        for each in (layer, fused):
-            entered = (hidden.float() if each is fused else hidden.clone()).requires_grad_()
-            out = each(entered, **given)
-            results.append([out, *torch.autograd.grad(out, [entered, *learning], gradient, allow_unused=True)])
-    stock, found = results
+        with watching(routers_of([layer])) as seen:
+            stock = computed(layer)
+        # The same experts: where two are nearly as likely, a rounding would send a token elsewhere.
+        routes = torch.stack([one.ids_TK for one in seen], 1) if seen else None
+        with nullcontext() if routes is None else replaying(routers_of([layer]), routes):
+            found = computed(fused)
     if weight.dtype == torch.float32:
         expected, bound, place = stock, BOUND, "the stock one"
     else:
-        expected = _in_float32(layer, rotary, hidden, positions, gradient)
+        expected = _in_float32(layer, rotary, hidden, positions, gradient, routes)
         bound, place = FACTOR * _largest_error(stock, expected), "the stock one in float32"
     error = _largest_error(found, expected)
     if not error <= bound:
@@ -344,10 +352,11 @@ def _in_float32(
     hidden: Tensor,
     positions: Tensor,
     gradient: Tensor,
+    routes: Tensor | None,
 ) -> list[Tensor | None]:
     wide, entered = deepcopy(layer).float(), hidden.float().requires_grad_()
     learning = [parameter for parameter in wide.parameters() if parameter.requires_grad]
-    with torch.enable_grad():
+    with torch.enable_grad(), nullcontext() if routes is None else replaying(routers_of([wide]), routes):
         out = wide(entered, position_embeddings=rotary(entered, positions), sensorium_attention=MaskedAttention())
         return [out, *torch.autograd.grad(out, [entered, *learning], gradient.float(), allow_unused=True)]
 

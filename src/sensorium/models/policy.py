@@ -22,7 +22,7 @@ from sensorium.models.attention import Attention
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.delta_net import is_delta
 from sensorium.models.encoding import Counters, Encoder, MediaCounts
-from sensorium.models.experts import RouterOutput, replaying, routers_of, watching
+from sensorium.models.experts import RouterOutput, group_experts, replaying, routers_of, watching
 from sensorium.models.families.general import General
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
@@ -201,6 +201,8 @@ class Policy:
             return LayerStack(model.layers, model.norm)
         if self._fused is None:
             on_cpu = self.device.type == "cpu" and not layer_ops.interpreted
+            if not on_cpu:
+                group_experts(self.model, model)
             self._fused = LayerStack(model.layers, model.norm) if on_cpu else fused_layers(model, self.adapter.rotary)
         return self._fused
 
@@ -217,7 +219,7 @@ class Policy:
     @property
     def routers(self) -> list[nn.Module]:
         """The router of each layer that has experts, in order."""
-        return routers_of(self.adapter.language_model)
+        return routers_of(self.adapter.language_model.layers)
 
     @contextmanager
     def watch_routers(self) -> Iterator[list[RouterOutput]]:
