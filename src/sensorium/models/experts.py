@@ -46,7 +46,7 @@ class RouterOutput:
 
 def routers_of(layers: Iterable[Any]) -> list[nn.Module]:
     """The router of each decoder layer that has experts, in order."""
-    blocks = [getattr(layer, "mlp", None) for layer in layers]
+    blocks: list[Any] = [getattr(layer, "mlp", None) for layer in layers]
     return [block.gate for block in blocks if hasattr(block, "gate") and hasattr(block, "experts")]
 
 
