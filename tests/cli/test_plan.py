@@ -1,6 +1,7 @@
 """``sensorium plan``: a page for people, JSON for programs, no torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,16 @@ def test_a_mistake_is_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
 def test_numbers_that_no_plan_can_mean_are_refused(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, *given]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_an_engine_that_is_too_large_is_planned_with_the_rows_that_the_error_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["plan", "taskmem", "--gpus", "8", "--kind", "h200"]
+    assert main(given) == 2
+    (rows,) = re.findall(r"max_rows \((\d+) fits\)", capsys.readouterr().err)
+    assert main([*given, f"rollout.engine.options.max_rows={rows}"]) == 0
+    assert main([*given, f"rollout.engine.options.max_rows={2 * int(rows)}"]) == 2
 
 
 def test_planning_imports_no_torch() -> None:

@@ -409,6 +409,17 @@ def _refuse_large_engine(recipe: Recipe, shape: ModelShape, kind: Kind, plan: De
         )
     raise RecipeError(
         f"an engine of {recipe.name} would hold {memory.total / GIB:.0f} GiB on each GPU, of it {held:.0f} of weights and "
-        "the rest keys and values of all responses it writes at once: lower rollout.engine.options.max_rows or "
-        "rollout.concurrency, or plan with more --engines."
+        "the rest keys and values of all responses it writes at once: lower rollout.engine.options.max_rows "
+        f"{_rows_that_fit(recipe, shape, kind, plan)}or rollout.concurrency, or plan with more --engines."
     )
+
+
+def _rows_that_fit(recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deployment) -> str:
+    """``(64 fits) ``: the most of the halves of the recipe's rows; nothing where rows are not what takes the memory."""
+    rollout, rows = recipe.rollout, engine_rows(recipe)
+    while (rows := rows // 2) > 0:
+        engine = rollout.engine.model_copy(update={"options": {**rollout.engine.options, "max_rows": rows}})
+        fewer = recipe.model_copy(update={"rollout": rollout.model_copy(update={"engine": engine})})
+        if engine_memory(fewer, shape, kind, plan.engines, plan.engine_gpus).fits(kind):
+            return f"({rows} fits) "
+    return ""
