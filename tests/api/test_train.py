@@ -3,13 +3,17 @@
 import asyncio
 import os
 import signal
+import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sensorium as sn
+from sensorium.api.train import outside_loop
+from sensorium.cluster import event_loop
 from sensorium.report.watcher import Metrics, Watcher
 from sensorium.runs.metrics import repeatable
 from sensorium.runs.run_directory import lock_run
@@ -71,6 +75,35 @@ def test_an_interrupt_reaches_a_run_inside_an_event_loop_and_it_resumes(tmp_path
     assert 1 <= len(sn.Run(tmp_path / "run").metrics) < 3
     resumed = sn.resume(tmp_path / "run", show=False)
     assert [repeatable(row) for row in resumed.metrics] == [repeatable(row) for row in whole.metrics]
+
+
+def test_an_interrupt_when_the_work_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a later thread with the same number would be interrupted."""
+    interrupted, results = threading.Event(), list[int]()
+
+    def waited_for() -> bool:
+        frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        names = [frame.name for frame in frames]
+        return names[names.index("outside_loop") + 1 :][:1] == ["wait"]
+
+    def forget_and_be_interrupted(thread: int) -> None:
+        event_loop.forget(thread)
+        if threading.current_thread() is not threading.main_thread():
+            while not waited_for():
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupted.wait(60)
+
+    def interrupt(thread: int) -> None:
+        event_loop.interrupt(thread)
+        interrupted.set()
+
+    monkeypatch.setattr("sensorium.api.train.forget", forget_and_be_interrupted)
+    monkeypatch.setattr("sensorium.api.train.interrupt", interrupt)
+    assert _in_a_loop_like_a_notebook(lambda: results.append(outside_loop(lambda: 7))) is None
+    assert interrupted.is_set()
+    assert results == [7]
+    assert event_loop._interrupted == set()
 
 
 def _in_a_loop_like_a_notebook(cell: Any) -> BaseException | None:

@@ -53,16 +53,18 @@ def outside_loop(work: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="sensorium", daemon=True)
     thread.start()
+    assert thread.ident is not None
     interrupted = False
-    while not done.is_set():  # not join(): an interrupted join takes a running thread for ended (CPython 3.11)
+    while not done.is_set():
         try:
-            done.wait(LOOK_S)
+            while not done.wait(LOOK_S):  # not join(): an interrupted join takes a running thread for ended (CPython 3.11)
+                pass
         except KeyboardInterrupt:
             if interrupted:
                 raise
             interrupted = True
-            assert thread.ident is not None
             interrupt(thread.ident)
+    forget(thread.ident)  # it may have been interrupted after it forgot
     if errors:
         raise errors[0]
     return results[0]
