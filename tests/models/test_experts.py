@@ -21,15 +21,15 @@ def results(policy: Policy, name: str, tokens: int, *, frozen: bool, alone: int 
     """Values and gradients of the first layer's experts; ``alone``: an expert that all tokens are sent to first."""
     policy.model.set_experts_implementation(name)
     block = policy.adapter.language_model.layers[0].mlp
-    drawn = torch.Generator().manual_seed(tokens)
-    dtype, width = block.experts.gate_up_proj.dtype, block.experts.gate_up_proj.shape[2]
-    x_TH = torch.randn(tokens, width, generator=drawn).to(dtype).requires_grad_()
-    given_TH = torch.randn(tokens, width, generator=drawn).to(dtype)
-    with torch.no_grad():
-        _, weights_TK, ids_TK = block.gate(torch.randn(tokens, width, generator=drawn).to(dtype))
+    drawn, weight = torch.Generator().manual_seed(tokens), block.experts.gate_up_proj
+    given = torch.randn(2, tokens, weight.shape[2], generator=drawn).to(weight.device, weight.dtype)
+    x_TH, given_TH = given[0].requires_grad_(), given[1]
+    logits_TE = torch.randn(tokens, len(weight), generator=drawn)
+    weights_TK, ids_TK = (part.to(weight.device) for part in logits_TE.softmax(-1).topk(2, -1))
+    weights_TK = weights_TK.to(weight.dtype)
     if alone is not None:
-        ids_TK = torch.stack([torch.full((tokens,), alone), (alone + 1 + ids_TK[:, 1] % 2) % 4], 1)
-    weights_TK = weights_TK.clone().requires_grad_()
+        ids_TK = torch.stack([torch.full_like(ids_TK[:, 0], alone), (alone + 1 + ids_TK[:, 1] % 2) % 4], 1)
+    weights_TK = weights_TK.requires_grad_()
     learning = [] if frozen else [block.experts.gate_up_proj, block.experts.down_proj]
     for parameter in (block.experts.gate_up_proj, block.experts.down_proj):
         parameter.requires_grad_(not frozen)
@@ -48,10 +48,11 @@ def test_values_and_gradients_are_those_of_a_loop_over_experts(family: str, froz
     policy.model.requires_grad_(True)
 
 
-def test_in_bfloat16_they_are_no_farther_from_float32_than_the_library_s(pairs: Pairs) -> None:
-    policy = pairs("qwen3_vl_moe").policy.copy()
-    policy.model.bfloat16()
-    narrow, wide = policy, policy.copy()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_in_bfloat16_they_are_no_farther_from_float32_than_the_library_s(device: str, pairs: Pairs) -> None:
+    narrow = pairs("qwen3_vl_moe").policy.copy()
+    narrow.model.to(device, torch.bfloat16)
+    wide = narrow.copy()
     wide.model.float()
     for frozen in (True, False):
         exact = results(wide, "eager", 64, frozen=frozen)
