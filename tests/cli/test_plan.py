@@ -85,7 +85,7 @@ def test_numbers_that_no_plan_can_mean_are_refused(given: list[str], told: str, 
     assert told in capsys.readouterr().err
 
 
-def test_an_engine_that_is_too_large_is_planned_with_the_rows_that_the_error_names(
+def test_an_engine_that_is_too_large_fits_with_the_rows_that_the_error_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = ["plan", "taskmem", "--gpus", "8", "--kind", "h200"]
