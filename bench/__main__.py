@@ -3,7 +3,7 @@
 python -m bench step --workload W0|W1|W2|W3|OMNI|Q35|A3B [--steps 3] [--lora 0] [--tokens-per-microbatch 16384]
                      [--sharing on|off|none] [--recompute none|selective|full|auto] [--moments bfloat16]
                      [--precision fast|matched] [--replay] [--peers]
-python -m bench experts [--workload A3B] [--lora 32] [--tokens-per-microbatch 14100]
+python -m bench experts [--lora 32] [--tokens-per-microbatch 14100] [--profile]
 python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
 python -m bench curves
 python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
@@ -127,7 +127,7 @@ def main() -> None:
     elif given.what == "experts":
         from experts import time_experts
 
-        result = time_experts(WORKLOADS["A3B"], min(given.tokens_per_microbatch, 14100), given.lora or 32)
+        result = time_experts(WORKLOADS["A3B"], min(given.tokens_per_microbatch, 14100), given.lora or 32, given.profile)
     elif given.what == "kernels":
         from kernel_times import time_kernels
 

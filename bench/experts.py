@@ -1,6 +1,6 @@
 """A mixture's experts as transformers computes them and as grouped products of ours, with and without replayed routes.
 
-python -m bench experts [--workload A3B] [--lora 32] [--tokens-per-microbatch 14100]
+python -m bench experts [--lora 32] [--tokens-per-microbatch 14100] [--profile]
 
 One process: a step to warm up, then two steps of each variant, of which the faster counts. The engine records routes in all
 of them, so ``rollout_s`` includes that; compare it with ``step --workload A3B``. Look at
@@ -10,10 +10,13 @@ of them, so ``rollout_s`` includes that; compare it with ``step --workload A3B``
     mismatch/*     of "grouped" and "grouped, replayed", which differ in nothing else
     changed_*      how many tokens and choices the learner's routers would have sent elsewhere
     layer_ms       forward and backward of one layer's experts, and the sum of its rows both ways
-    kernels        of an update, stock and grouped
+    kernels        with ``--profile``: of an update, stock and grouped
+
+Results so far go to stderr as they come: about 90 s, after the model is made and loaded.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +52,7 @@ VARIANTS = {
 SHOWN = ("mismatch/", "router/", "time/rollout_s", "time/update_s")
 
 
-def time_experts(work: Workload, tokens_per_microbatch: int, lora: int, profile: bool = True) -> dict[str, Any]:
+def time_experts(work: Workload, tokens_per_microbatch: int, lora: int, profile: bool = False) -> dict[str, Any]:
     """Steps of all variants, experts of one layer, and kernels of an update."""
     result: dict[str, Any] = {}
     with opened(work, tokens_per_microbatch, True, "bfloat16", lora=lora, replay=True) as (trainer, directory, _):
@@ -64,6 +67,7 @@ def time_experts(work: Workload, tokens_per_microbatch: int, lora: int, profile:
             except torch.OutOfMemoryError as error:
                 result[name] = f"does not fit: {str(error)[:120]}"
                 torch.cuda.empty_cache()
+            print(name, result[name], file=sys.stderr, flush=True)
         result["fallbacks"] = list(engine.notes)
         result["layer_ms"] = {name: _layer(policy, name, tokens_per_microbatch) for name in (STOCK, GROUPED)}
         for name in ("stock", "grouped") if profile else ():
