@@ -53,8 +53,8 @@ WORDS: dict[MediaKind, tuple[str, str, tuple[str, ...], str]] = {
     "picture": ("image", "images", ("image_processor",), "image|vision|visual"),
     "sound": ("audio", "audio", ("feature_extractor", "audio_processor"), "audio|speech|sound"),
 }
-TRIAL_SIZES = ((56, 56), (704, 416))  # of two pictures that most processors treat differently
-TRIAL_SECONDS = (0.5, 1.25)
+TRIAL_SIZES = ((56, 56), (704, 416), (120, 540))  # of pictures that most processors treat differently
+TRIAL_SECONDS = (0.5, 1.25, 0.8)
 MARK = "\ue000"  # a text whose place in a rendered conversation is looked for
 
 
@@ -86,6 +86,11 @@ class Join:
             sizes = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
             tensors = [self._filled(tensor, sizes) for tensor in tensors]
         return torch.cat(list(tensors), self.axis)
+
+    def fits(self, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether tensors of these shapes can be put together."""
+        others = {shape[: self.axis] + shape[self.axis + 1 :] for shape in shapes}
+        return self.fill is not None or len(others) <= 1
 
     def _filled(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         whole = [
@@ -135,35 +140,37 @@ class StockProcessor:
         self._try_out()
 
     def _try_out(self) -> None:
-        """Find out all of the above with two media."""
-        one, other = trial_media(self.kind, self.rate)
+        """Find out all of the above with a few media, alone and in pairs."""
+        media = trial_media(self.kind, self.rate)
         between = self._tokenizer.eos_token or ""
         try:
-            made = self._call([one])
+            made = self._call(media[:1])
         except Exception:
             self._nested = False
-            made = self._call([one])
-        found, both = [made, self._call([other])], self._call([one, other], between)
-        first, second = (call["input_ids"][0].tolist() for call in found)
-        if not self._feature_ids.intersection(first):
+            made = self._call(media[:1])
+        found = [made, *(self._call([one]) for one in media[1:])]
+        pairs = {place: self._call([media[0], media[place]], between) for place in range(len(media))}
+        ids = [call["input_ids"][0].tolist() for call in found]
+        if not self._feature_ids.intersection(ids[0]):
             raise ModelError(f"its processor writes no token that takes features of a {self.kind}: it drops it")
         # A key may have the shape of one medium's ids by chance (a grid of three numbers, three ids).
         self.type_keys = tuple(sorted(key for key in made if all(_is_per_token(key, call) for call in found)))
-        self.ends = tuple(self._text_at(first, second, side) for side in (0, 1))  # type: ignore[assignment]
+        self.ends = (self._text_at(ids, 0), self._text_at(ids, 1))
         marks = self._tokenizer(between, add_special_tokens=False)["input_ids"]
-        self.numbered = bool(between) and both["input_ids"][0].tolist() != first + marks + second
-        alike = self._call([one, one], between)  # where media of other sizes depend on each other
+        self.numbered = bool(between) and pairs[1]["input_ids"][0].tolist() != ids[0] + marks + ids[1]
         for key in sorted(made.keys() - {*self.type_keys, *NOT_INPUTS}):
-            if not all(isinstance(call.get(key), torch.Tensor) for call in (*found, both, alike)):
+            if not all(isinstance(call.get(key), torch.Tensor) for call in (*found, *pairs.values())):
                 raise ModelError(f"its processor gives '{key}' of a {self.kind} in a form that is no tensor")
-            first_T, second_T = found[0][key], found[1][key]
-            join = find_join(first_T, second_T, both[key]) or find_join(first_T, first_T, alike[key])
-            if join is None:
+            first = made[key]
+            # Media of unequal shapes show how they are put together; if they depend on each other, equal ones do.
+            ordered = sorted(pairs, key=lambda place: (found[place][key].shape == first.shape, place == 0))
+            joins = [find_join(first, found[place][key], pairs[place][key]) for place in ordered]
+            if not any(joins):
                 raise ModelError(
-                    f"its processor makes '{key}' of shape {list(first_T.shape)} of one {self.kind}, and of shape "
-                    f"{list(alike[key].shape)} of two equal ones, which are not the same numbers put together"
+                    f"its processor makes '{key}' of shape {list(first.shape)} of one {self.kind}, and of shape "
+                    f"{list(pairs[0][key].shape)} of two equal ones, which are not the same numbers put together"
                 )
-            self.joins[key] = join
+            self.joins[key] = next(join for join in joins if join is not None)
 
     def tokens(self, text: str, media: Sequence[Any]) -> list[int]:
         """The processor's own tokens of a whole text with these media."""
@@ -182,15 +189,14 @@ class StockProcessor:
         made = self._processor(text=[text], **{argument: given}, return_tensors="pt", add_special_tokens=False, **options)
         return dict(made)
 
-    def _text_at(self, one: Sequence[int], other: Sequence[int], side: int) -> str:
-        """Ordinary text at an end of both expansions."""
-        texts = []
-        for ids in (one, other):
-            ordered = ids if side == 0 else ids[::-1]
+    def _text_at(self, several: Sequence[Sequence[int]], side: int) -> str:
+        """Ordinary text at an end of all expansions."""
+        texts = set()
+        for ids in several:
             marks = {*self._special, *self._feature_ids}
-            count = next((i for i, token in enumerate(ordered) if token in marks), 0)
-            texts.append(self._tokenizer.decode(ids[:count] if side == 0 else ids[len(ids) - count :]))
-        return texts[0] if texts[0] == texts[1] else ""
+            count = next((i for i, token in enumerate(ids[:: -1 if side else 1]) if token in marks), 0)
+            texts.add(self._tokenizer.decode(ids[len(ids) - count :] if side else ids[:count]))
+        return texts.pop() if len(texts) == 1 else ""
 
     def __call__(self, items: Sequence[tuple[Media, Any]]) -> list[TowerInput]:
         return [self._prepare(media, decoded) for media, decoded in items]
@@ -232,18 +238,17 @@ class StockProcessor:
         return self._interned.setdefault(value, value)
 
 
-def trial_media(kind: MediaKind, rate: int) -> tuple[Any, Any]:
-    """Two media of different sizes."""
+def trial_media(kind: MediaKind, rate: int) -> list[Any]:
+    """Media of different sizes."""
     if kind == "sound":
-        seconds = [np.arange(round(rate * length)) / rate for length in TRIAL_SECONDS]
-        one, other = (np.sin(2 * np.pi * 440 * (i + 1) * t).astype("float32") / 2 for i, t in enumerate(seconds))
-        return one, other
+        times = [np.arange(round(rate * seconds)) / rate for seconds in TRIAL_SECONDS]
+        return [np.sin(2 * np.pi * 440 * (i + 1) * time_N).astype("float32") / 2 for i, time_N in enumerate(times)]
     pictures = []
     for i, (width, height) in enumerate(TRIAL_SIZES):
         across, down = np.meshgrid(np.linspace(0, 1, width), np.linspace(0, 1, height))
         levels = np.stack([across, down, (across + down + i) % 1], axis=2)
         pictures.append(Image.fromarray((levels * 255).astype("uint8")))
-    return pictures[0], pictures[1]
+    return pictures
 
 
 class GeneralMedia(DefaultMedia):
@@ -471,18 +476,25 @@ class General:
             yield batch
 
     def _may_join(self, chat: ChatProcessor, row: StockRow, others: Sequence[StockRow]) -> bool:
-        company = _format_of(chat).company
-        if company != "alike":
-            return company == "any"
-        return len({shapes for one in (row, *others) for shapes in self._shapes(chat, one)}) <= 1
+        return _format_of(chat).company != "alone" and self._fit(
+            chat, [item for one in (row, *others) for item in one.media]
+        )
 
-    def _shapes(self, chat: ChatProcessor, row: StockRow) -> list[Any]:
-        prepared = [one for one in chat.prepared.get(row.media) if isinstance(one, StockInput)]
-        return [tuple(sorted((key, tensor.shape) for key, tensor in one.tensors.items())) for one in prepared]
+    def _fit(self, chat: ChatProcessor, media: Sequence[Media]) -> bool:
+        """Whether media may be computed in one forward."""
+        media_format = _format_of(chat)
+        shapes: dict[tuple[MediaKind, str], list[tuple[int, ...]]] = {}
+        for item, prepared in zip(media, chat.prepared.get(media), strict=True):
+            assert isinstance(prepared, StockInput), "its processors make no other"
+            for key, tensor in prepared.tensors.items():
+                shapes.setdefault((item.kind, key), []).append(tuple(tensor.shape))
+        if media_format.company == "any":
+            return all(media_format.stock[kind].joins[key].fits(several) for (kind, key), several in shapes.items())
+        return all(len(set(several)) == 1 for several in shapes.values())
 
     def refuse_unequal(self, chat: ChatProcessor, row: StockRow) -> None:
         """Refuse a thread whose media cannot be computed in one forward: of different sizes, where that changes them."""
-        if _format_of(chat).company != "any" and len(set(self._shapes(chat, row))) > 1:
+        if not self._fit(chat, row.media):
             raise MediaError(
                 f"{row.media[0].name}: this model takes several media in one thread only where they are of one size: its "
                 "towers compute otherwise together than alone. Cut them to one size, or show one a thread."

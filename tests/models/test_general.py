@@ -1,0 +1,124 @@
+"""The general path's inputs are those of the checkpoint's own processor, and its check finds what cannot be trained."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sensorium.data.media_store import MediaStore
+from sensorium.models.families.general import Join, find_join
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
+from sensorium.models.self_check import check_general
+from sensorium.models.tiny import make_tiny
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import ModelError
+from tests.general_checkpoints import GENERAL, make_checkpoint
+
+from .clips import decoded, noise
+
+SEEING = [name for name, row in GENERAL.items() if "image" in row.shown and not row.refused]
+# Their processors write several pictures of a prompt otherwise than turn by turn: numbered, and before all text.
+BY_TURN = ("minicpmv4_6", "paligemma2")
+
+
+def opened(name: str, folder: Path, **sizes: Any) -> Policy:
+    return load_policy(str(make_checkpoint(name, folder, **sizes)), store=MediaStore())
+
+
+@pytest.mark.parametrize("name", [name for name in SEEING if name not in BY_TURN])
+def test_a_row_is_what_the_processor_makes_of_the_whole_prompt(name: str, tmp_path: Path) -> None:
+    policy = opened(name, tmp_path)
+    general, processor = policy.general, policy.chat.processor
+    assert general is not None
+    pictures = [noise(policy.chat.store, 1, 40, 64), noise(policy.chat.store, 2, 96, 48)]
+    row = general.row(policy.chat, [policy.chat.render([user(pictures[0], pictures[1], "which?")])])
+    given = general.inputs(policy.chat, [row], "right")
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "which?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+    images: list[Image.Image] = [decoded(policy.chat.store, picture) for picture in pictures]
+    made = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    wanted: dict[str, Tensor] = {key: value for key, value in made.items() if key != "labels"}
+    assert given.keys() - {"position_ids"} == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(given[key], value), key
+    with torch.no_grad():
+        stock = policy.model(**wanted, use_cache=False).logits
+        ours = policy.model(**given, use_cache=False).logits
+    assert (ours - stock).abs().max() <= 1e-5 * stock.abs().max()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "idefics3", "qwen3_next"])
+def test_rows_of_unequal_lengths_and_media_compute_what_each_computes_alone(name: str, tmp_path: Path) -> None:
+    policy = opened(name, tmp_path)
+    general, chat = policy.general, policy.chat
+    assert general is not None
+    shown = [(noise(chat.store, seed, 30 * seed, 50),) if "picture" in chat.modalities else () for seed in (1, 3)]
+    prompts = [chat.render([user(*shown[0], "what?")]), chat.render([user("where is it?")])]
+    prompts.append(chat.render([user(*shown[1], "which", *shown[0], "is left?")]))
+    rows = [general.row(chat, [prompt]) for prompt in prompts]
+    with torch.no_grad():
+        both = general.call({**general.inputs(chat, rows, "right"), "use_cache": False}).logits
+        for row, logits in zip(rows, both, strict=True):
+            alone = general.call({**general.inputs(chat, [row], "right"), "use_cache": False}).logits[0]
+            assert (logits[: len(row)] - alone).abs().max() <= 1e-5 * alone.abs().max()
+
+
+def test_what_attends_to_later_tokens_is_refused_with_the_place(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"on its cache .* at token \d+"):
+        opened("gemma3_text", tmp_path, use_bidirectional_attention=True)
+
+
+def test_a_turn_that_later_pictures_change_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = opened("gemma3", tmp_path)
+    tower = policy.model.get_image_features
+    owner = policy.model.model
+
+    def averaged(pixel_values: Tensor, **more: Any) -> Any:
+        made = owner.__class__.get_image_features(owner, pixel_values, **more)
+        made.pooler_output = made.pooler_output + made.pooler_output.mean(0, keepdim=True)
+        return made
+
+    assert tower is not None
+    monkeypatch.setattr(owner, "get_image_features", averaged)
+    with pytest.raises(ModelError, match=r"a second picture changes .* at token \d+"):
+        check_general(policy)
+
+
+def test_no_placeholder_of_any_kind_is_ever_sampled(tmp_path: Path) -> None:
+    policy = opened("ovis2", tmp_path)
+    names = ("<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_END>", "<IMG_GRID>")
+    assert set(policy.chat.tokenizer.convert_tokens_to_ids(list(names))) <= set(policy.chat.forbidden_ids)
+
+
+def test_a_sound_that_a_processor_drops_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="sound.*mistral_common"):
+        opened("voxtral", tmp_path)
+
+
+def test_a_template_that_asks_for_no_answer_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny("qwen2", tmp_path / "tiny")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().split("{% if add_generation_prompt %}")[0])
+    with pytest.raises(ModelError, match="add_generation_prompt"):
+        load_policy(str(folder), store=MediaStore())
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_axis_along_which_media_are_put_together_is_found(axis: int) -> None:
+    shapes = [[2, 3, 4], [2, 3, 4]]
+    shapes[1][axis] = 5
+    one, other = (torch.rand(shape) for shape in shapes)
+    assert find_join(one, other, torch.cat([one, other], axis)) == Join(axis)
+
+
+@pytest.mark.parametrize("fill", [0, 1])
+def test_what_smaller_media_are_filled_up_with_is_found(fill: int) -> None:
+    one, other = torch.rand(1, 2, 5), torch.rand(1, 4, 3)
+    both = torch.full((2, 4, 5), float(fill))
+    both[0, :2], both[1, :, :3] = one, other
+    assert find_join(one, other, both) == Join(0, fill)
+    assert find_join(one, other, both + 1) is None
