@@ -9,10 +9,10 @@ from PIL import Image
 from torch import Tensor
 
 from sensorium.data.media_store import MediaStore
-from sensorium.models.families.general import Join, find_join
+from sensorium.models.general_media import Join, find_join
+from sensorium.models.general_path import check_general
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
-from sensorium.models.self_check import check_general
 from sensorium.models.tiny import make_tiny
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import ModelError
@@ -95,7 +95,7 @@ def test_no_placeholder_of_any_kind_is_ever_sampled(tmp_path: Path) -> None:
 
 
 def test_a_sound_that_a_processor_drops_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="sound.*mistral_common"):
+    with pytest.raises(ModelError, match=r"sound.*mistral_common"):
         opened("voxtral", tmp_path)
 
 

@@ -14,7 +14,7 @@ from sensorium.kernels.fallbacks import fall_back, given_up
 from sensorium.kernels.matched_ops import with_gradient_of
 from sensorium.learner.packing import MicroBatch, Packing, media_of
 from sensorium.learner.sequence_parallel import SlotShare
-from sensorium.models.families.general import StockRows
+from sensorium.models.general_path import StockRows
 from sensorium.models.matched import matched_logprobs
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement

@@ -17,7 +17,7 @@ from sensorium.learner.sequence_parallel import SharedAttention, SlotShare, Toke
 from sensorium.learner.token_runs import TokenRun, arrange, arrange_levels
 from sensorium.learner.tree_attention import LevelAttention, MatchedTree, TreeAttention
 from sensorium.models.experts import UNKNOWN
-from sensorium.models.families.general import StockRow, StockRows
+from sensorium.models.general_path import StockRow, StockRows
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media

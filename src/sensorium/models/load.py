@@ -24,6 +24,7 @@ from sensorium.models.checkpoint_path import (
     own_config,
 )
 from sensorium.models.family import groups_of
+from sensorium.models.general_path import check_general
 from sensorium.models.load_chat import (
     NO_DEFAULTS,
     CheckpointConfig,
@@ -37,7 +38,6 @@ from sensorium.models.lora import add_adapters, choose_layers
 from sensorium.models.policy import Policy, Precision
 from sensorium.models.published_layout import common_name
 from sensorium.models.quiet import quiet
-from sensorium.models.self_check import check_general
 from sensorium.models.weight_files import STORED, WeightFile, free_memory, whole_weights
 from sensorium.recipe.family_facts import is_unloaded
 from sensorium.recipe.schema import LoraSection, ModelSection

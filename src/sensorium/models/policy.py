@@ -23,9 +23,9 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.delta_net import is_delta
 from sensorium.models.encoding import Counters, Encoder, MediaCounts
 from sensorium.models.experts import RouterOutput, group_experts, replaying, routers_of, watching
-from sensorium.models.families.general import General
 from sensorium.models.family import Family, group_of
 from sensorium.models.fused import LayerStack, Recomputation, fused_layers
+from sensorium.models.general_path import General
 from sensorium.models.lora import Adapters
 from sensorium.models.matched import matched_layers
 from sensorium.models.quiet import quiet

@@ -117,8 +117,7 @@ class FamilyTable(Mapping[str, FamilyFacts]):
         return facts
 
     def __iter__(self) -> Iterator[str]:
-        shipped = (name for name, place in table("family").items() if place.startswith("sensorium."))
-        return (name for name in shipped if name != GENERAL)
+        return (name for name, place in table("family").items() if place.startswith("sensorium.models.families."))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

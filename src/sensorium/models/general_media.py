@@ -1,7 +1,7 @@
-"""The general path: any checkpoint that transformers loads, by its own processor, its own forward and its own cache.
+"""Media on the general path: what a picture or a sound becomes is read off the checkpoint's own processor.
 
-Nothing here knows a family. What a medium becomes is read off the checkpoint's processor, once for each medium: called with
-the token by which the chat template shows a picture, and with the picture, it answers with all that the model needs::
+It is called once for each medium, with the token by which the chat template shows one, and answers with all that the model
+needs::
 
     "<start_of_image>" and a picture  →  input_ids        "\\n\\n" <start_of_image> <image> <image> <end_of_image> "\\n\\n"
                                          token_type_ids    0     0                 1       1       0              0
@@ -9,38 +9,28 @@ the token by which the chat template shows a picture, and with the picture, it a
 
 The ids are the expansion of the placeholder; text at its ends joins the text around it, as it does in a whole prompt. Keys
 with a number for each token go along with the ids, and are 0 elsewhere. The others are inputs of towers. How those of
-several media are put together is found by asking the processor for two pictures of different sizes, alone and together.
-
-A thread is a row: its ids, the keys of its tokens, its media in order, and positions, by the model's own ``get_rope_index``
-where it has one. Rows are computed together as far as ``Company`` allows, which ``models/self_check.py`` finds out.
+several media are put together is found by asking the processor for media of different sizes, alone and together.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.defaults import DefaultMedia
-from sensorium.models.family import MediaFormat, Tower, group_of
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items, refuse_other_rate
-from sensorium.models.segment_layout import Expansion, expansion_of, sent_to
+from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.vocabulary.content import Media, MediaKind
-from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import MediaError, ModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL import Image
-    from torch import Tensor, nn
-
-    from sensorium.models.chat_processor import ChatProcessor
+    from torch import Tensor
 else:
     np, torch, Image = DeferredModule("numpy"), DeferredModule("torch"), DeferredModule("PIL.Image")
 
@@ -284,7 +274,7 @@ class GeneralMedia(DefaultMedia):
             if any(found.ends):
                 self.joined[kind] = ("", *found.ends)
         if self.left_out and not self.stock:
-            raise ModelError(". ".join(self.notes))
+            raise ModelError(". ".join(self.notes) + ". What it cannot be shown it could not learn from either.")
         self.type_keys = tuple(sorted({key for found in self.stock.values() for key in found.type_keys}))
 
     def _find(self, kind: MediaKind, block: str, processor: Any, rate: int, ids: frozenset[int]) -> StockProcessor:
@@ -341,307 +331,9 @@ def _shown(processor: Any, block: str) -> str:
     bare = [{"role": "user", "content": [{"type": "text", "text": MARK}]}]
     rendered = [processor.apply_chat_template(messages, tokenize=False) for messages in (given, bare)]
     if not all(isinstance(text, str) for text in rendered):  # Voxtral's, whose tokenizer is another library's
-        raise ModelError("its processor renders no chats as text: it needs a package of its own for them (mistral_common)")
+        raise ModelError(
+            "its processor renders no chats as text; it may need a package for that: pip install mistral_common"
+        )
     texts = [text.partition(MARK)[0] for text in rendered]
     start = next((i for i, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), min(map(len, texts)))
     return texts[0][start:]
-
-
-# Rows, and what the stock forward takes of them.
-
-
-@dataclass(frozen=True)
-class StockRow:
-    """A thread, expanded: its ids, the keys of its tokens, its media in order, and positions [T], or [3, T]."""
-
-    ids_T: Tensor
-    types: Mapping[str, Tensor]
-    media: tuple[Media, ...]
-    positions_AT: Tensor
-
-    def __len__(self) -> int:
-        return len(self.ids_T)
-
-    @property
-    def next_position(self) -> int:
-        """The position of the token after its last."""
-        return int(self.positions_AT[..., -1].max()) + 1
-
-
-@dataclass(frozen=True)
-class StockRows:
-    """Rows of a micro-batch, and for each the places of the states that are read."""
-
-    rows: tuple[StockRow, ...]
-    read: tuple[Tensor, ...]
-
-
-class StockHead:
-    """The head of a model whose forward has computed it already: what is read of a row are its logits."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    @property
-    def weight(self) -> Tensor:
-        weight: Tensor = self._model.get_output_embeddings().weight
-        return weight
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return logits
-
-
-class General:
-    """A model of any class of transformers, computed by its own forward, row by row or in padded batches."""
-
-    media_format: ClassVar[type[MediaFormat]] = GeneralMedia
-    attention: ClassVar[Any] = None  # the library's choice
-    towers: Mapping[MediaKind, Tower]
-
-    @staticmethod
-    def groups_of(model: Any) -> dict[str, tuple[str, ...]]:
-        """Parameter groups of a model, by which module each prefix is."""
-        return module_groups(model)
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.towers = model, {}
-        self.groups = module_groups(model)
-        self.language_model = SimpleNamespace(
-            embed_tokens=model.get_input_embeddings(), layers=(), norm=None, config=SimpleNamespace()
-        )
-        self.head = StockHead(model)
-        self._core = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
-        parameters = inspect.signature(model.forward).parameters
-        self._takes = None if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) else frozenset(parameters)
-        self._places = "position_ids" in parameters
-        self._keeps = "logits_to_keep" in parameters
-        self.unchecked, self.notes = True, tuple[str, ...]()
-        self._recompute, self.recomputes = False, bool(model.supports_gradient_checkpointing)
-
-    def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Not asked for: the model's own forward has its rotary embeddings inside."""
-        raise AssertionError("the general path computes whole rows")
-
-    def row(self, chat: ChatProcessor, segments: Sequence[Segment]) -> StockRow:
-        """A thread as a row."""
-        media_format = _format_of(chat)
-        layouts = [chat.layout(segment) for segment in segments]
-        ids_T = torch.cat([layout.ids_T for layout in layouts])
-        types = {key: torch.zeros_like(ids_T) for key in media_format.type_keys}
-        if media_format.one_turn and "token_type_ids" in types:  # which attend one way
-            written = [
-                torch.tensor(segment.author == "model").expand(len(layout))
-                for segment, layout in zip(segments, layouts, strict=True)
-            ]
-            types["token_type_ids"] += torch.cat(written)
-        media, places, start = [], dict[str, list[tuple[Any, ...]]](), 0
-        for layout in layouts:
-            for slot in layout.slots:
-                extent = chat.prepared.extent(slot.media)
-                assert isinstance(extent, StockExtent), "its processors make no other"
-                begin = start + slot.start - media_format.expand(extent).runs[0][0]
-                for key, values in extent.types:
-                    types[key][begin : begin + len(values)] = torch.tensor(values)
-                for key, numbers in extent.places:
-                    places.setdefault(key, []).append(numbers)
-                media.append(slot.media)
-            start += len(layout)
-        return StockRow(ids_T, types, tuple(media), self._positions(ids_T, types, places))
-
-    def _positions(self, ids_T: Tensor, types: Mapping[str, Tensor], places: Mapping[str, list[tuple[Any, ...]]]) -> Tensor:
-        if self._core is None:
-            return torch.arange(len(ids_T))
-        given: dict[str, Any] = {key: values_T[None] for key, values_T in types.items()}
-        given |= {"input_ids": ids_T[None], "attention_mask": torch.ones_like(ids_T)[None]}
-        for key, several in places.items():
-            table = torch.tensor([number for numbers in several for number in numbers])
-            given[key] = table.view(-1, 3) if key.endswith("grid_thw") else table
-        wanted = inspect.signature(self._core.get_rope_index).parameters
-        positions_31T: Tensor = self._core.get_rope_index(**{key: value for key, value in given.items() if key in wanted})[
-            0
-        ]
-        return positions_31T[:, 0]
-
-    def batches(self, chat: ChatProcessor, rows: Sequence[StockRow], tokens: int) -> Iterator[list[int]]:
-        """Rows that are computed together, by number: neighbours, of at most ``tokens`` with padding."""
-        batch: list[int] = []
-        for i, row in enumerate(rows):
-            if batch:
-                longest = max(len(rows[j]) for j in (*batch, i))
-                if longest * (len(batch) + 1) > tokens or not self._may_join(chat, row, [rows[j] for j in batch]):
-                    yield batch
-                    batch = []
-            batch.append(i)
-        if batch:
-            yield batch
-
-    def _may_join(self, chat: ChatProcessor, row: StockRow, others: Sequence[StockRow]) -> bool:
-        return _format_of(chat).company != "alone" and self._fit(
-            chat, [item for one in (row, *others) for item in one.media]
-        )
-
-    def _fit(self, chat: ChatProcessor, media: Sequence[Media]) -> bool:
-        """Whether media may be computed in one forward."""
-        media_format = _format_of(chat)
-        shapes: dict[tuple[MediaKind, str], list[tuple[int, ...]]] = {}
-        for item, prepared in zip(media, chat.prepared.get(media), strict=True):
-            assert isinstance(prepared, StockInput), "its processors make no other"
-            for key, tensor in prepared.tensors.items():
-                shapes.setdefault((item.kind, key), []).append(tuple(tensor.shape))
-        if media_format.company == "any":
-            return all(media_format.stock[kind].joins[key].fits(several) for (kind, key), several in shapes.items())
-        return all(len(set(several)) == 1 for several in shapes.values())
-
-    def refuse_unequal(self, chat: ChatProcessor, row: StockRow) -> None:
-        """Refuse a thread whose media cannot be computed in one forward: of different sizes, where that changes them."""
-        if not self._fit(chat, row.media):
-            raise MediaError(
-                f"{row.media[0].name}: this model takes several media in one thread only where they are of one size: its "
-                "towers compute otherwise together than alone. Cut them to one size, or show one a thread."
-            )
-
-    def inputs(self, chat: ChatProcessor, rows: Sequence[StockRow], side: Literal["left", "right"]) -> dict[str, Tensor]:
-        """What the forward takes of rows, padded on a side."""
-        device, dtype = self.language_model.embed_tokens.weight.device, self.language_model.embed_tokens.weight.dtype
-        width = max(map(len, rows))
-
-        def padded(parts: Sequence[Tensor], fill: int = 0) -> Tensor:
-            made = parts[0].new_full((len(parts), *parts[0].shape[:-1], width), fill)
-            for target, part in zip(made, parts, strict=True):
-                target[..., slice(width - part.shape[-1], width) if side == "left" else slice(0, part.shape[-1])] = part
-            return made
-
-        given = {
-            "input_ids": padded([row.ids_T for row in rows], chat.stop_ids[0]),
-            "attention_mask": padded([torch.ones_like(row.ids_T) for row in rows]),
-            **{key: padded([row.types[key] for row in rows]) for key in rows[0].types},
-        }
-        if self._places:
-            positions = padded([row.positions_AT for row in rows])
-            given["position_ids"] = positions.transpose(0, 1) if positions.dim() == 3 else positions
-        for key, tensor in self._media(chat, [item for row in rows for item in row.media]).items():
-            given[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        takes = self._takes
-        return {key: sent_to(device, tensor) for key, tensor in given.items() if takes is None or key in takes}
-
-    def _media(self, chat: ChatProcessor, media: Sequence[Media]) -> dict[str, Tensor]:
-        if not media:
-            return {}
-        parts: dict[str, list[Tensor]] = {}
-        joins: dict[str, Join] = {}
-        for item, prepared in zip(media, chat.prepared.get(media), strict=True):
-            assert isinstance(prepared, StockInput), "its processors make no other"
-            joins |= _format_of(chat).stock[item.kind].joins
-            for key, tensor in prepared.tensors.items():
-                parts.setdefault(key, []).append(tensor)
-        return {key: several[0] if len(several) == 1 else joins[key](several) for key, several in parts.items()}
-
-    def call(self, given: Mapping[str, Any], keep: Tensor | int = 0) -> Any:
-        """The model's own forward; logits at the places ``keep`` of every row, or of the last so many."""
-        if self._keeps:
-            return self.model(**given, logits_to_keep=keep)
-        made = self.model(**given)
-        made["logits"] = made.logits[:, keep] if isinstance(keep, torch.Tensor) else made.logits[:, -keep:]
-        return made
-
-    def step(self, cache: Any, tokens: Sequence[int], positions: Sequence[int], mask_BT: Tensor) -> Any:
-        """A token for each row on the cache, which moves on; ``mask_BT`` includes it."""
-        device = self.head.weight.device
-        given: dict[str, Any] = {"input_ids": torch.tensor(tokens)[:, None], "attention_mask": mask_BT}
-        if self._places:
-            positions_B1 = torch.tensor(positions)[:, None]
-            given["position_ids"] = positions_B1 if self._core is None else positions_B1.expand(3, -1, 1)
-        given = {key: sent_to(device, tensor) for key, tensor in given.items()}
-        return self.call({**given, "past_key_values": cache, "use_cache": True}, 1)
-
-    def logits(self, chat: ChatProcessor, several: StockRows) -> Tensor:
-        """Logits [N, V] of what is read of rows that may be computed together, row by row; without a cache."""
-        given = self.inputs(chat, several.rows, "right")
-        device, keep = given["input_ids"].device, torch.cat(several.read).unique()
-        with self._learning():
-            logits_BKV: Tensor = self.call({**given, "use_cache": False}, sent_to(device, keep)).logits
-        places = [torch.searchsorted(keep, read) + i * len(keep) for i, read in enumerate(several.read)]
-        return logits_BKV.flatten(0, 1).index_select(0, sent_to(device, torch.cat(places)))
-
-    def checkpoint(self, wanted: bool) -> None:
-        """Recompute activations of the model's layers in the backward pass, where it can."""
-        if not wanted:
-            return
-        if not self.recomputes:
-            raise ModelError(
-                f"model.gradient_checkpointing: {type(self.model).__name__} cannot recompute activations; set it to false."
-            )
-        self.model.gradient_checkpointing_enable()
-        self.model.disable_input_require_grads()  # which enabling it always installs, for frozen embeddings too
-        self._recompute = True
-
-    @contextmanager
-    def _learning(self) -> Iterator[None]:
-        """Inside, layers recompute if asked to: they do so in train mode alone. Running statistics stay as they are."""
-        if not (self._recompute and torch.is_grad_enabled()):
-            yield
-            return
-        training_mode(self.model)
-        try:
-            yield
-        finally:
-            self.model.eval()
-
-
-def _format_of(chat: ChatProcessor) -> GeneralMedia:
-    assert isinstance(chat.media_format, GeneralMedia), "its family is general"
-    return chat.media_format
-
-
-def training_mode(model: nn.Module) -> None:
-    """Train mode for all but layers with running statistics."""
-    model.train()
-    for part in model.modules():
-        if getattr(part, "running_mean", None) is not None:
-            part.eval()
-
-
-def module_groups(model: Any) -> dict[str, tuple[str, ...]]:
-    """Prefixes of parameter names by group: the decoder, the head, towers by their config, and the rest.
-
-    A module inside the decoder that holds a tower (Phi-4-multimodal) is a projector but for the tower.
-    """
-    decoder, head, embeddings = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
-    names = {id(part): name for name, part in model.named_modules()}
-    towers = dict(_towers(model, decoder))
-    groups: dict[str, list[str]] = {"language": [], "head": [], "vision": [], "audio": [], "projector": []}
-    for name, group in towers.items():
-        groups[group].append(f"{name}.")
-    at = names.get(id(decoder), "")
-    groups["language"] += [f"{name}." if name else "" for name in dict.fromkeys((at, names.get(id(embeddings), at)))]
-    if head.weight is not embeddings.weight:
-        groups["head"].append(f"{names[id(head)]}.")
-    if towers:
-        inside = {name.removeprefix(f"{at}.").split(".")[0] for name in towers if not at or name.startswith(f"{at}.")}
-        groups["projector"] += [""] if at else []
-        groups["projector"] += sorted(
-            {f"{at}.{name}." if at else f"{name}." for name in inside} - {f"{name}." for name in towers}
-        )
-    fitting = {
-        group_of(name, {group: tuple(prefixes) for group, prefixes in groups.items()})
-        for name, _ in model.named_parameters()
-    }
-    return {group: tuple(prefixes) for group, prefixes in groups.items() if group in fitting}
-
-
-def _towers(model: Any, decoder: Any) -> Iterator[tuple[str, str]]:
-    """Names of the outermost modules whose config is that of a tower, and their groups."""
-    from transformers import PreTrainedModel
-
-    kinds = (("vision", "vision|image|visual|vq"), ("audio", "audio|encoder|speech|sound"))
-    configs = {key: part for key, part in vars(model.config).items() if key.endswith("_config") and part is not None}
-    found: list[str] = []
-    for name, part in model.named_modules():
-        outer = any(name.startswith(f"{known}.") for known in found)
-        if not isinstance(part, PreTrainedModel) or part is model or part is decoder or outer:
-            continue
-        for group, words in kinds:
-            if any(re.match(words, key) and type(part.config) is type(own) for key, own in configs.items()):
-                found.append(name)
-                yield name, group
-                break
