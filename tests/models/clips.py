@@ -98,13 +98,24 @@ def processor_inputs(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
             # The omni processor has one rate for all videos, and sizes of its own unless told.
             given["videos_kwargs"] = {"fps": 1 / videos[0].seconds_per_frame, "size": frame_size(policy.chat.processor)}
         if any(item.sound is not None for item in media):
-            given["videos_kwargs"] |= {"use_audio_in_video": True, "do_sample_frames": False}
+            given["videos_kwargs"] |= {"do_sample_frames": False}
+            given |= heard_with(policy, media)
         asked = [item.parameters for item in whole(policy, media)]
         if any(isinstance(one, VideoParameters) and one.sampling != "middle" for one in asked):
             given["videos_kwargs"]["do_resize"] = False
     if sounds:
         given["audio"] = [sound.samples for sound in sounds]
     return given
+
+
+def heard_with(policy: Policy, media: Sequence[Media]) -> dict[str, Any]:
+    """How the omni processor learns that sounds belong to videos; since transformers 5.23, which of them."""
+    if not hasattr(policy.chat.processor, "load_audio_from_video"):
+        return {"use_audio_in_video": True}
+    parts = [(item, part) for item in whole(policy, media) for part in item.parts]
+    videos = [item for item, part in parts if part.kind == "video"]
+    sources = [videos.index(item) if item in videos else None for item, part in parts if part.kind == "sound"]
+    return {"load_audio_from_video": True, "audio_from_video_indices": sources}
 
 
 def stock_inputs(policy: Policy, text: str, media: Sequence[Media]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from importlib.util import find_spec
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
 from sensorium.data.media_store import MediaStore
 from sensorium.kernels import layer_ops
@@ -66,6 +68,8 @@ def blocks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @gpu_too
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_block_is_the_stock_block(family: str, blocks_of: Any) -> None:
+    if family == "qwen2_5_omni" and "freqs" in signature(modeling_qwen2_5_omni.apply_rotary_pos_emb_vision).parameters:
+        pytest.skip("before transformers 5.17 this tower takes angles, not cosines and sines, and runs its stock blocks")
     policy = blocks_of(family)
     policy.model.requires_grad_(True)
     tower = policy.adapter.towers["picture"].module

@@ -116,6 +116,12 @@ def groups_of(adapter_class: Any, model: Any) -> Mapping[str, tuple[str, ...]]:
     return groups
 
 
+def one_axis(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What ``Family.rotary`` gives as [B, T, D]: of three equal axes (``families/qwen2_5_vl.py``) the first."""
+    cos, sin = (part[0] if part.ndim == 4 else part for part in angles)
+    return cos, sin
+
+
 def group_of(name: str, groups: Mapping[str, tuple[str, ...]]) -> str | None:
     """The group of a parameter: the one with the longest prefix that fits."""
     fitting = [(len(prefix), group) for group, several in groups.items() for prefix in several if name.startswith(prefix)]

@@ -39,6 +39,7 @@ from sensorium.kernels.layer_torch import column_sums
 from sensorium.models.attention import Attention, MaskedAttention
 from sensorium.models.delta_net import is_delta
 from sensorium.models.experts import replaying, routers_of, watching
+from sensorium.models.family import one_axis
 
 DecoderLayer = Callable[..., Tensor]
 # False: activations are kept. "selective": those of the MLP are recomputed. True: whole layers are.

@@ -26,7 +26,7 @@ from sensorium.kernels.matched_ops import (
 )
 from sensorium.models.attention import Attention
 from sensorium.models.delta_net import is_delta
-from sensorium.models.family import Tower
+from sensorium.models.family import Tower, one_axis
 from sensorium.models.fused import LayerStack
 from sensorium.models.prepared_media import TowerInput
 from sensorium.models.segment_layout import Features
@@ -53,7 +53,7 @@ class MatchedLayer:
         query, key, value = (matched_linear(layer, normed_BTW, ops).unflatten(-1, (-1, parts.head_dim)) for layer in layers)
         if parts.norms is not None:
             query, key = ops.norm(query, parts.norms[0]), ops.norm(key, parts.norms[1])
-        query, key = (ops.rotate(x, *position_embeddings) for x in (query, key))
+        query, key = (ops.rotate(x, *one_axis(position_embeddings)) for x in (query, key))
         seen_BTHD = sensorium_attention(
             parts.index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), parts.scaling
         )

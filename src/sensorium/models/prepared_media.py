@@ -33,6 +33,7 @@ else:
 Grid = tuple[int, int, int]
 EXTENTS_KEPT = 1 << 16
 BATCH_BYTES = 1 << 26  # of decoded media preprocessed at once: shares the processor's cost, and is little memory
+CAP = "cap_pixels_per_frame"
 CLIP_BYTES = 1 << 26  # of frames processed at once: as float32 patches they take four times as much, several times over
 
 
@@ -284,7 +285,17 @@ def sound_tokens(frames: int) -> int:
 
 def video_settings(video_processor: Any) -> dict[str, Any]:
     """Settings of a checkpoint's video processor that must be passed explicitly, or the library warns."""
-    return {"cap_pixels_per_frame": bool(getattr(video_processor, "cap_pixels_per_frame", None))}
+    capped = bool(getattr(video_processor, CAP, None))
+    if hasattr(type(video_processor), CAP):
+        return {CAP: capped}
+    if capped:
+        raise ModelError(f"its video processor sets {CAP}, which transformers knows from 5.16 on: install a newer one.")
+    return {}
+
+
+def usual_settings(processor: Any, kind: str) -> dict[str, Any]:
+    """What a stock processor passes its image or video processor by default (transformers 5.23, or older ones)."""
+    return getattr(processor, kind, None) or processor.valid_processor_kwargs._defaults[kind]
 
 
 def _batches(items: Sequence[tuple[Media, DecodedVideo]]) -> Iterator[list[tuple[Media, DecodedVideo]]]:

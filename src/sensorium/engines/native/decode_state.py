@@ -29,6 +29,7 @@ from sensorium.kernels.layer_ops import wide_linear, wide_product
 from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_torch import gated_finely
 from sensorium.models.delta_net import DeltaState, DeltaTokens, advance
+from sensorium.models.family import one_axis
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import sent_to
 
@@ -217,7 +218,7 @@ class TorchOps:
         """Of every row's last token: the residual stream, its norm, and the cosines and sines of its position."""
         embedded_BW = policy.adapter.language_model.embed_tokens(rows.tokens_B)
         rotary = policy.adapter.rotary(embedded_BW[:, None], rows.positions_B[None, :, None].expand(3, -1, 1))
-        cos_BD, sin_BD = (part.reshape(embedded_BW.shape[0], -1) for part in rotary)
+        cos_BD, sin_BD = (part.reshape(embedded_BW.shape[0], -1) for part in one_axis(rotary))
         sum_BW = embedded_BW.float()
         return sum_BW, self.norm(sum_BW, norm), (cos_BD, sin_BD)
 

@@ -19,7 +19,7 @@ from sensorium.models.families.defaults import DefaultMedia, DefaultModel
 from sensorium.models.families.text import QWEN2
 from sensorium.models.families.tiles import TiledPictures, TiledVideos, TileTower
 from sensorium.models.family import MediaFormat, Tower
-from sensorium.models.prepared_media import Extent, Preprocessor
+from sensorium.models.prepared_media import Extent, Preprocessor, usual_settings
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import PLAIN_VISION, Config, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import MediaKind
@@ -96,7 +96,7 @@ class InternVLMedia(DefaultMedia):
         video_token: int = processor.tokenizer.convert_tokens_to_ids(processor.video_token)
         self.placeholders: dict[MediaKind, int] = {"picture": config.image_token_id, "video": video_token}
         side = features_a_side(config)
-        settings = processor.valid_processor_kwargs._defaults["images_kwargs"]
+        settings = usual_settings(processor, "images_kwargs")
         self.preprocessors: dict[MediaKind, Preprocessor] = {
             "picture": TiledPictures(processor.image_processor, side, settings),
             "video": TiledVideos(processor.video_processor, side),

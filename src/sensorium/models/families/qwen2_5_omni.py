@@ -20,6 +20,7 @@ from sensorium.models.families.qwen2_5_vl import (
     merged_sides,
     seconds_per_step,
     sight_processors,
+    three_axes,
     window_tables,
     windowed_tower,
 )
@@ -41,6 +42,7 @@ from sensorium.models.prepared_media import (
     TowerInput,
     VideoPreprocessor,
     sound_tokens,
+    usual_settings,
     video_settings,
 )
 from sensorium.models.segment_layout import Expansion, Features, Runs
@@ -197,6 +199,11 @@ class Qwen25OmniMedia(DefaultMedia):
         return grid_offsets(times_K, *merged_sides(extent, self.vision))
 
 
+def nested(*prefixes: str) -> tuple[str, ...]:
+    """Prefixes of the thinker's parts by their names before transformers 5.21, and since."""
+    return (*prefixes, *(f"model.{prefix}" for prefix in prefixes))
+
+
 class Qwen25Omni(DefaultModel):
     """The adapter of ``Qwen2_5OmniThinkerForConditionalGeneration``."""
 
@@ -222,15 +229,18 @@ class Qwen25Omni(DefaultModel):
         query_bias=True,
     )
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "vision": ("visual.",),
-        "audio": ("audio_tower.",),
-        "projector": ("visual.merger.", "audio_tower.ln_post.", "audio_tower.proj."),
+        "vision": nested("visual."),
+        "audio": nested("audio_tower."),
+        "projector": nested("visual.merger.", "audio_tower.ln_post.", "audio_tower.proj."),
         "language": ("model.",),
         "head": ("lm_head.",),
     }
 
     def __init__(self, model: Any) -> None:
-        self.core, self.language_model, self.head = model, model.model, model.lm_head
+        inner = model.model  # the whole thinker but its head; before transformers 5.21 only its language model
+        self.core = inner if hasattr(inner, "visual") else model
+        self.language_model = inner if self.core is model else inner.language_model
+        self.head = model.lm_head
         sight, sound = self.make_towers()
         self.towers: dict[MediaKind, Tower] = {"picture": sight, "video": sight, "sound": sound}
 
@@ -241,7 +251,7 @@ class Qwen25Omni(DefaultModel):
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""
-        return self.language_model.rotary_emb(hidden_BTH, positions_3BT)
+        return three_axes(self.language_model, hidden_BTH, positions_3BT)
 
 
 def _runs(is_sound: Sequence[bool], wanted: bool) -> Runs:
@@ -261,7 +271,7 @@ def frame_size(processor: Any) -> dict[str, int]:
     The library's processor has sizes of its own (128 to 768 tokens a frame) that outdo those of a checkpoint's video
     processor, and the published model is used with them. A checkpoint that allows less than that is taken at its word.
     """
-    usual: dict[str, int] = processor.valid_processor_kwargs._defaults["videos_kwargs"]["size"]
+    usual: dict[str, int] = usual_settings(processor, "videos_kwargs")["size"]
     stated = processor.video_processor.size
     tighter = stated["longest_edge"] < usual["longest_edge"]
     chosen = stated if tighter else usual

@@ -11,6 +11,7 @@ from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repea
 from sensorium.models.families.rope_positions import grid_offsets, three_axis_positions, timed_steps
 from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import (
+    CAP,
     Extent,
     PicturePreprocessor,
     Preprocessor,
@@ -22,6 +23,7 @@ from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affi
 from sensorium.vocabulary.content import MediaKind
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import vision_utils
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     MakeTables = Callable[[Tensor], dict[str, Tensor]]
 else:
     tower, vision_utils = DeferredModule("sensorium.models.tower"), DeferredModule("transformers.vision_utils")
+    torch = DeferredModule("torch")
 
 # Special tokens of the published tokenizers that the models write in answers: names of things, boxes and corners.
 WRITTEN_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end"))
@@ -54,12 +57,12 @@ def sight_processors(
 
     The video processor counts the pixels of ``frames`` frames together.
     """
-    look["patch_size"] = config.vision_config.patch_size
+    look["patch_size"], video_class = config.vision_config.patch_size, getattr(library, videos)
     picture = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
     clip = {"shortest_edge": MIN_PIXELS, "longest_edge": frames * MAX_FRAME_PIXELS}
     return {
         "image_processor": library.Qwen2VLImageProcessor(size=picture, **look),
-        "video_processor": getattr(library, videos)(size=clip, cap_pixels_per_frame=False, **look),
+        "video_processor": video_class(size=clip, **look, **({CAP: False} if hasattr(video_class, CAP) else {})),
     }
 
 
@@ -158,7 +161,24 @@ class Qwen25VL(DefaultModel):
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """All three axes."""
-        return self.language_model.rotary_emb(hidden_BTH, positions_3BT)
+        return three_axes(self.language_model, hidden_BTH, positions_3BT)
+
+
+def three_axes(model: Any, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines by all three axes.
+
+    Before transformers 5.17 the layers took a part of each from every axis. They get what this makes of it three times.
+    """
+    cos, sin = model.rotary_emb(hidden_BTH, positions_3BT)
+    if cos.ndim == hidden_BTH.ndim:
+        return cos, sin
+    sections = model.config.rope_parameters["mrope_section"] * 2
+
+    def merged(part_3BTD: Tensor) -> Tensor:
+        chunks = enumerate(part_3BTD.split(sections, -1))
+        return torch.cat([chunk[i % 3] for i, chunk in chunks], -1).expand_as(part_3BTD)
+
+    return merged(cos), merged(sin)
 
 
 def merged_patches(extent: Extent, vision: Any) -> int:

@@ -19,6 +19,7 @@ from sensorium.models.families.qwen2_5_omni import (
     WORDS,
     Qwen25Omni,
     Qwen25OmniMedia,
+    nested,
     sound_extractor,
     whisper_layers,
 )
@@ -210,7 +211,7 @@ class Qwen3Omni(Qwen25Omni):
     )
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **Qwen25Omni.groups,
-        "projector": ("visual.merger.", "visual.merger_list.", "audio_tower.ln_post.", "audio_tower.proj"),
+        "projector": nested("visual.merger.", "visual.merger_list.", "audio_tower.ln_post.", "audio_tower.proj"),
     }
 
     def make_towers(self) -> tuple[Tower, Tower]:
