@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Packages are compiled by who imports them first (pip would compile all); so that must be kept.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: demo quick test suite lint types lock scale scale-learning studies docs bench clean
+.PHONY: demo quick test suite lint types versions lock scale scale-learning studies docs bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
@@ -26,6 +26,21 @@ lint: .venv/dev
 
 types: .venv/dev
 	$(BIN)/mypy
+
+# Part of CI: what families are made of, with the oldest and the newest transformers that were tried
+# (models/tried_versions.py). Each is in a folder that is searched before .venv, where all else is.
+OLDEST = 5.15.1
+NEWEST = 5.23.0
+WITH_5.15.1 = tokenizers==0.22.2
+VERSION_TESTS = $(addprefix tests/models/test_, parts.py case_table.py load.py published_layout.py tried_versions.py)
+versions: .venv_versions/$(OLDEST)/installed .venv_versions/$(NEWEST)/installed
+	@for made in $(^D); do echo "transformers $${made##*/}"; PYTHONPATH=$(CURDIR)/$$made:$$PYTHONPATH \
+	$(BIN)/python -m pytest -o cpu_budget_of_a_test_s=0 -o cpu_budget_s=0 $(VERSION_TESTS) || exit 1; done
+
+.venv_versions/%/installed: | .venv/dev
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $(@D) transformers==$* $(WITH_$*)
+	touch $@
 
 # vLLM wants other versions of what the tests use, so it has an environment of its own.
 SCALE_TESTS = .venv_scale/bin/python -m pytest -o cpu_budget_of_a_test_s=0 -o cpu_budget_s=0 -rs
@@ -98,4 +113,4 @@ lock: .venv/dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv_scale runs build dist src/*.egg-info
+	rm -rf .venv .venv_scale .venv_versions runs build dist src/*.egg-info

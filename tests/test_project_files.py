@@ -108,7 +108,9 @@ def test_the_workflow_tests_the_pythons_that_the_package_names() -> None:
     job = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["test"]
     assert job["strategy"]["matrix"]["python"] == named
     assert project["requires-python"] == f">={named[0]}"
-    assert any("make test" in step.get("run", "") for step in job["steps"])
+    for target in ("make test", "make versions"):
+        assert any(target in step.get("run", "") for step in job["steps"])
+        assert target in (ROOT / ".ci/run").read_text()
 
 
 @pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[bf]*.yml")), ids=lambda form: form.stem)

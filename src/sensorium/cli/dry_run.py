@@ -1,6 +1,7 @@
 """The dry run: the resolved recipe, its plan, and what opening its data, terms, names and model finds; nothing is spent.
 
-torch is loaded only to check a checkpoint that is on this disk; shipped and generated models need no check.
+torch is loaded only to check a checkpoint that is on this disk, or versions that were not tried; with others, shipped and
+generated models need no check.
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, TaskStream, a_few, bounded, make_sources
 from sensorium.data.planner import make_planner, without_history
 from sensorium.data.row_format import placeholder_notes
+from sensorium.models.tried_versions import untried
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, computing_notes, gpus_seen
 from sensorium.recipe.load import dump_recipe
@@ -44,9 +46,8 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
 
     ``model`` replaces the recipe's own, and ``named`` is how a command names the recipe.
     """
-    ours = is_ours(model or recipe.model.path)
     found: list[str] = []
-    if not ours:
+    if not is_ours(model or recipe.model.path) or untried():
         from sensorium.models.load import check_checkpoint
 
         found = check_checkpoint(recipe.model, model)

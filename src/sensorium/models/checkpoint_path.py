@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sensorium.models.policy import Policy
 from sensorium.models.quiet import quiet
+from sensorium.models.tried_versions import first_with
 from sensorium.models.weight_files import INDEX, SINGLE
 from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.registry import table
@@ -250,6 +251,11 @@ def _reason(error: Exception, folder: Path, weights: bool) -> str:
     if unknown := UNKNOWN_TYPE.search(str(error)):
         from transformers import __version__
 
+        if first := first_with(unknown[1]):
+            return (
+                f"its config.json names the model type '{unknown[1]}', which transformers {__version__} does not know; "
+                f"{first} is the first that does. Install a newer one: pip install 'transformers>={first},<6'."
+            )
         return (
             f"its config.json names the model type '{unknown[1]}', which transformers {__version__} does not know, so "
             f"neither its layers nor its towers are available{nearest(unknown[1], list(table('family')))} If the model "

@@ -232,7 +232,7 @@ class FusedLayer:
             given = {"position_embeddings": position_embeddings, "attention_mask": None}
             mixed = parts.mixer(normed_BTW, sensorium_attention=sensorium_attention, **given)
             return self._second_half(mixed[0] if isinstance(mixed, tuple) else mixed, hidden_BTW)
-        query, key, value, hidden_BTW = self._projected(parts, hidden_BTW, position_embeddings)
+        query, key, value, hidden_BTW = self._projected(parts, hidden_BTW, one_axis(position_embeddings))
         seen_BTHD = sensorium_attention(
             parts.index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), parts.scaling
         )

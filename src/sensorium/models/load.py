@@ -38,6 +38,7 @@ from sensorium.models.lora import add_adapters, choose_layers
 from sensorium.models.policy import Policy, Precision
 from sensorium.models.published_layout import common_name
 from sensorium.models.quiet import quiet
+from sensorium.models.tried_versions import check_versions
 from sensorium.models.weight_files import STORED, WeightFile, free_memory, whole_weights
 from sensorium.recipe.family_facts import is_unloaded
 from sensorium.recipe.schema import LoraSection, ModelSection
@@ -78,6 +79,7 @@ def load_policy(
         if dtype not in DTYPES:
             raise ModelError(f"model.dtype: unknown dtype '{dtype}'{nearest(dtype, list(DTYPES))}")
         checkpoint = read_config(path, family, revision, dequantize=dequantize)
+        check_versions(checkpoint.family)
         chosen = find_device(device)
         chat = chat_processor_of(checkpoint, store, decoder, media_bytes, template_defaults)
         model = _read_model(checkpoint, DTYPES[dtype], chosen, unused_weights)
@@ -167,6 +169,7 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
     """
     path = path or section.path
     if is_ours(path):
+        check_versions(read_config(path, section.family, weights=False).family)
         return []
     revision = section.revision if path == section.path else ""
     if Path(path).expanduser().is_dir() or not may_be_hub_id(path):
@@ -179,6 +182,7 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
     dtype = DTYPES[section.dtype]
     with LOADING:
         checkpoint = config_at(path, str(folder), section.family, dequantize=section.dequantize)
+        check_versions(checkpoint.family)
         chat = chat_processor_of(checkpoint, MediaStore(), None, 0, section.chat_template_kwargs)
         chat.decoder.close()
         notes = [f"model: {note}" for note in getattr(chat.media_format, "notes", ())]
