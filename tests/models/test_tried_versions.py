@@ -119,9 +119,7 @@ def test_an_unknown_version_that_differs_is_refused(unknown: None, monkeypatch: 
         show_dry_run(recipe, Console(quiet=True))
 
 
-def test_a_library_whose_parts_moved_is_refused_with_what_it_raised(
-    unknown: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_whose_parts_moved_is_refused_with_what_it_raised(unknown: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def moved(self: Family, model: Any) -> None:
         raise AttributeError("no attribute 'visual'")
 

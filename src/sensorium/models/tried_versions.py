@@ -136,7 +136,9 @@ def deviations(family: str) -> dict[str, float]:
     wanted = {name: weight.grad for name, weight in stock.named_parameters() if weight.grad is not None}
     least = 1e-4 * max(float(gradient.norm()) for gradient in wanted.values())  # what is smaller is mostly rounding
     gradients = [
-        float((weight.grad - wanted[name]).norm()) / max(float(wanted[name].norm()), least) if weight.grad is not None else inf
+        float((weight.grad - wanted[name]).norm()) / max(float(wanted[name].norm()), least)
+        if weight.grad is not None
+        else inf
         for name, weight in ours.named_parameters()
         if name in wanted
     ]
