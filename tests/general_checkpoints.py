@@ -589,7 +589,11 @@ def _pieces(row: General, specials: list[str], template: str, **more: Any) -> Pr
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0, std: float = 0.15, **sizes: Any) -> Path:
     """Write a random checkpoint of a row of ``GENERAL`` and return its folder. ``sizes``: keys of the text config."""
-    row, folder = GENERAL[name], Path(folder)
+    return write_checkpoint(GENERAL[name], Path(folder), seed, std, **sizes)
+
+
+def write_checkpoint(row: General, folder: Path, seed: int = 0, std: float = 0.15, **sizes: Any) -> Path:
+    """The same of any row."""
     tokenizer = tokenizer_of(row)
     template = row.turns.template(row.shown)
     owner = row.processor(tokenizer, template) if row.processor else tokenizer

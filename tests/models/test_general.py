@@ -23,14 +23,13 @@ from .clips import decoded, noise
 SEEING = [name for name, row in GENERAL.items() if "image" in row.shown and not row.refused]
 # Their processors write several pictures of a prompt otherwise than turn by turn: numbered, and before all text.
 BY_TURN = ("minicpmv4_6", "paligemma2")
-PIECES = ("llava_next",)  # whose tokenizer begins a text that stands alone with another token
 
 
 def opened(name: str, folder: Path, **sizes: Any) -> Policy:
     return load_policy(str(make_checkpoint(name, folder, **sizes)), store=MediaStore())
 
 
-@pytest.mark.parametrize("name", [name for name in SEEING if name not in (*BY_TURN, *PIECES)])
+@pytest.mark.parametrize("name", [name for name in SEEING if name not in BY_TURN])
 def test_a_row_is_what_the_processor_makes_of_the_whole_prompt(name: str, tmp_path: Path) -> None:
     policy = opened(name, tmp_path)
     general, processor = policy.general, policy.chat.processor

@@ -248,6 +248,8 @@ def _reason(error: Exception, folder: Path, weights: bool) -> str:
     reason = lines[0] if lines else type(error).__name__
     if reason.endswith(":") and len(lines) > 1:  # a title, followed by the problem
         reason = f"{reason} {lines[1]}"
+    if isinstance(error, ImportError):  # a package is missing: the sentence that names it goes over two lines
+        return " ".join(lines)
     if unknown := UNKNOWN_TYPE.search(str(error)):
         from transformers import __version__
 

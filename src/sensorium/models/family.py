@@ -31,7 +31,7 @@ class MediaFormat(Protocol):
     template's marks around it are dropped. ``stand_ins``: texts that the template writes for a medium and that are no
     tokens, with the special token that replaces them in stored segments. ``joined``: kinds whose expansion is text that
     joins its neighbours, with the text that it removes from the end of the text before, the text that it puts there, and
-    the text that it puts before the text after.
+    the text that it puts before the text after. ``tail``: what stands at the end of a first prompt that shows media.
     """
 
     @property
@@ -45,6 +45,9 @@ class MediaFormat(Protocol):
 
     @property
     def joined(self) -> Mapping[MediaKind, tuple[str, str, str]]: ...
+
+    @property
+    def tail(self) -> str: ...
 
     @property
     def frame_rule(self) -> FrameRule: ...

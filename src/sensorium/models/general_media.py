@@ -45,6 +45,7 @@ WORDS: dict[MediaKind, tuple[str, str, tuple[str, ...], str]] = {
 }
 TRIAL_SIZES = ((56, 56), (704, 416), (120, 540))  # of pictures that most processors treat differently
 TRIAL_SECONDS = (0.5, 1.25, 0.8)
+WORD = "red"  # a text before and after a medium
 MARK = "\ue000"  # a text whose place in a rendered conversation is looked for
 
 
@@ -114,8 +115,9 @@ def _is_per_token(key: str, made: Mapping[str, Any]) -> bool:
 class StockProcessor:
     """A checkpoint's processor for one kind of medium. ``placeholder``: the text by which the template shows it.
 
-    ``ends``: text at the ends of its expansion, which joins the text around it. ``joins``: how the tensors of each key are
-    put together. ``numbered``: whether the processor's tokens of a medium depend on those before it (numbers of pictures).
+    ``ends``: text at the ends of its expansion, which joins the text around it. ``tail``: what the processor writes at the
+    end of a prompt that shows the medium. ``joins``: how the tensors of each key are put together. ``numbered``: whether
+    the processor's tokens of a medium depend on those before it (numbers of pictures).
     """
 
     def __init__(self, kind: MediaKind, processor: Any, placeholder: str, rate: int, feature_ids: frozenset[int]) -> None:
@@ -123,7 +125,8 @@ class StockProcessor:
         self._processor, self._tokenizer, self._feature_ids = processor, processor.tokenizer, feature_ids
         self._special = set(self._tokenizer.added_tokens_decoder)
         self._nested, self._interned = True, dict[Any, Any]()
-        self.ends = ("", "")
+        self.ends = self._own_ends = ("", "")
+        self.tail = ""
         self.joins: dict[str, Join] = {}
         self.type_keys: tuple[str, ...] = ()
         self.numbered = False
@@ -145,7 +148,10 @@ class StockProcessor:
             raise ModelError(f"its processor writes no token that takes features of a {self.kind}: it drops it")
         # A key may have the shape of one medium's ids by chance (a grid of three numbers, three ids).
         self.type_keys = tuple(sorted(key for key in made if all(_is_per_token(key, call) for call in found)))
-        self.ends = (self._text_at(ids, 0), self._text_at(ids, 1))
+        self._own_ends = self._text_before(ids[0]), self._text_after(ids[0])
+        within = self._call(media[:1], text=f"{WORD}{self.placeholder}{WORD}")["input_ids"][0].tolist()
+        after, _, self.tail = self._text_after(within).partition(WORD)
+        self.ends = self._text_before(within).rpartition(WORD)[2], after
         marks = self._tokenizer(between, add_special_tokens=False)["input_ids"]
         self.numbered = bool(between) and pairs[1]["input_ids"][0].tolist() != ids[0] + marks + ids[1]
         for key in sorted(made.keys() - {*self.type_keys, *NOT_INPUTS}):
@@ -179,14 +185,19 @@ class StockProcessor:
         made = self._processor(text=[text], **{argument: given}, return_tensors="pt", add_special_tokens=False, **options)
         return dict(made)
 
-    def _text_at(self, several: Sequence[Sequence[int]], side: int) -> str:
-        """Ordinary text at an end of all expansions."""
-        texts = set()
-        for ids in several:
-            marks = {*self._special, *self._feature_ids}
-            count = next((i for i, token in enumerate(ids[:: -1 if side else 1]) if token in marks), 0)
-            texts.add(self._tokenizer.decode(ids[len(ids) - count :] if side else ids[:count]))
-        return texts.pop() if len(texts) == 1 else ""
+    def _text_before(self, ids: Sequence[int]) -> str:
+        """Ordinary text before the first special token."""
+        text: str = self._tokenizer.decode(ids[: next(i for i, token in enumerate(ids) if self._is_mark(token))])
+        return text
+
+    def _text_after(self, ids: Sequence[int]) -> str:
+        """Ordinary text after the last special token, which is decoded as well: some tokenizers drop a first space."""
+        last = next(i for i in reversed(range(len(ids))) if self._is_mark(ids[i]))
+        text: str = self._tokenizer.decode(ids[last:])
+        return text.removeprefix(self._tokenizer.decode(ids[last : last + 1]))
+
+    def _is_mark(self, token: int) -> bool:
+        return token in self._special or token in self._feature_ids
 
     def __call__(self, items: Sequence[tuple[Media, Any]]) -> list[TowerInput]:
         return [self._prepare(media, decoded) for media, decoded in items]
@@ -220,7 +231,9 @@ class StockProcessor:
 
     def _bounds(self, ids: Sequence[int]) -> tuple[int, int]:
         """Where an expansion begins and ends without the text at its ends."""
-        counts = [len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else 0 for text in self.ends]
+        counts = [
+            len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else 0 for text in self._own_ends
+        ]
         return counts[0], len(ids) - counts[1]
 
     def _shared(self, value: Any) -> Any:
@@ -271,6 +284,7 @@ class GeneralMedia(DefaultMedia):
             self.stock[kind] = self.preprocessors[kind] = found
             self.placeholders[kind] = processor.tokenizer.convert_tokens_to_ids(found.placeholder)
             self.stand_ins[found.placeholder] = self.placeholders[kind]  # some tokenizers do not mark it as special
+            self.tail = self.tail or found.tail
             if any(found.ends):
                 self.joined[kind] = ("", *found.ends)
         if self.left_out and not self.stock:

@@ -9,6 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any
@@ -151,7 +152,7 @@ class ChatRenderer:
         self._guard = _Guard(self._special)
         written = [name for name, token in table.special.items() if token in table.written]
         self._written = re.compile("(" + "|".join(map(re.escape, written)) + ")") if written else None
-        self._encode = _plain_encoder(tokenizer)
+        self._encode, self._encode_first = _plain_encoder(_without_first_space(tokenizer)), _plain_encoder(tokenizer)
         for token, kind in self._kind_of.items():
             if token not in self._special.values():
                 raise ModelError(
@@ -180,7 +181,8 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], *, generate: bool) -> Segment:
         """The first turn, default system prompt included."""
         guarded, (fence,) = self._guard.messages(messages, 1)
-        return self._segment(self._apply(guarded, generate), fence, messages)
+        tail = self._format.tail if generate and any(message.media for message in messages) else ""
+        return self._segment(self._apply(guarded, generate) + tail, fence, messages, first=True)
 
     def extend(self, messages: Sequence[Message], *, closed: bool) -> Segment:
         """What follows a response: its closing token unless it is ``closed``, the messages, the generation prompt."""
@@ -250,7 +252,9 @@ class ChatRenderer:
             for block in message.content
         ]
 
-    def _segment(self, text: str, fence: str, messages: Sequence[Message], skip: int = 0) -> Segment:
+    def _segment(
+        self, text: str, fence: str, messages: Sequence[Message], skip: int = 0, *, first: bool = False
+    ) -> Segment:
         pieces = self._guard.split(text)  # plain texts and special tokens in turn
         for i in range(1, len(pieces), 2):
             kind = self._kind_of.get(self._special[pieces[i]])
@@ -260,7 +264,8 @@ class ChatRenderer:
                 pieces[i + 1] = after + pieces[i + 1]
         tokens: list[int] = []
         for i, piece in enumerate(pieces):
-            tokens += (self._special[piece],) if i % 2 else self._encode(piece.replace(fence, ""))
+            encode = self._encode if i or not first else self._encode_first
+            tokens += (self._special[piece],) if i % 2 else encode(piece.replace(fence, ""))
         del tokens[:skip]
         media = [item.resolved(self._format.frame_rule) for message in messages for item in message.media]
         places = [i for i, token in enumerate(tokens) if token in self._kind_of]
@@ -326,6 +331,16 @@ class _Guard:
         while self._pattern.search(text):
             text = self._pattern.sub(lambda found: found[0][0] + fence + found[0][1:], text)
         return text
+
+
+def _without_first_space(tokenizer: Any) -> Any:
+    """A tokenizer as it reads text behind a special token: SentencePiece's puts a space before a text's first word only."""
+    own = tokenizer.backend_tokenizer.pre_tokenizer
+    if getattr(own, "prepend_scheme", "") != "first":
+        return tokenizer
+    inside = deepcopy(tokenizer)
+    inside.backend_tokenizer.pre_tokenizer = type(own)(own.replacement, "never", own.split)
+    return inside
 
 
 def _plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:

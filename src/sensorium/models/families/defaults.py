@@ -28,6 +28,7 @@ class DefaultMedia:
     own_marks: Mapping[MediaKind, tuple[int, int]] = MappingProxyType({})
     stand_ins: Mapping[str, int] = MappingProxyType({})
     joined: Mapping[MediaKind, tuple[str, str, str]] = MappingProxyType({})
+    tail = ""
 
     def positions(self, ids_T: Tensor, extents: Sequence[Extent]) -> Tensor:
         """Positions [3, T], the same on all axes."""
