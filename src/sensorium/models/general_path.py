@@ -520,7 +520,7 @@ class SelfCheck:
             )
 
     def _company(self, kinds: Sequence[MediaKind | None]) -> str:
-        text = self._row(self._turn(None, 0))
+        text = self._row(self._turn(None, 2))  # of another length than the others
         for company in ("any", "alike") if self._unequal else ("alike",):
             sizes = (0, 1) if company == "any" else (0, 0)
             rows = [self._row(self._turn(kind, size, another=i > 0)) for kind in kinds for i, size in enumerate(sizes)]
@@ -556,8 +556,9 @@ class SelfCheck:
     # What they are made of.
 
     def _turn(self, kind: MediaKind | None, size: int, *, another: bool = False) -> list[Segment]:
-        """A prompt and its answer."""
-        content: list[Media | Text] = [*([self._medium(kind, size, another)] if kind else []), Text(QUESTION)]
+        """A prompt and its answer; without a medium, a longer prompt for a larger ``size``."""
+        content: list[Media | Text] = [self._medium(kind, size, another)] if kind else [Text(QUESTION)] * size
+        content.append(Text(QUESTION))
         return [self._chat.render([Message("user", tuple(content))]), self._chat.respond(ANSWERS[0], f"answer-{size}")]
 
     def _more(self, kind: MediaKind | None, before: Sequence[Segment], size: int) -> list[Segment]:

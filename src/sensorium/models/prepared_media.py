@@ -330,9 +330,11 @@ def _split(patches_PC: Tensor, extents: Sequence[Extent]) -> list[TowerInput]:
 
 @contextmanager
 def naming_items(items: Sequence[tuple[Media, Any]], processor: str) -> Iterator[None]:
-    """Inside, a processor's ValueError (for an absurd aspect ratio, say) becomes a MediaError that names the items."""
+    """Inside, what a processor refuses (an absurd aspect ratio, a sound below a window) becomes a MediaError naming it."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
+        if "memory" in str(error):
+            raise
         names = ", ".join(media.name for media, _ in items)
         raise MediaError(f"{names}: the {processor} processor refuses a {items[0][0].kind}: {error}.") from error

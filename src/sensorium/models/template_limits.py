@@ -17,6 +17,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from sensorium.vocabulary.errors import ModelError
+
 MOST_S = 20.0  # for one rendering; real templates take milliseconds
 MOST_BYTES = 1 << 30  # growth of the process during a rendering, measured from ``LOOK_S`` on
 MOST_CHARACTERS = 1 << 24  # written beyond the characters of the messages
@@ -42,6 +44,7 @@ def bound_texts(template: str) -> None:
     The watching thread ends a template only between operations, and a text that doubles takes 4 GB in its 32nd one.
     transformers caches compiled templates, and operators are bound at compile time, so its sandbox is changed only for it.
     """
+    from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment as sandbox  # noqa: N813
     from transformers.utils import chat_template_utils
 
@@ -51,6 +54,11 @@ def bound_texts(template: str) -> None:
         sandbox.code_generator_class = _without_constants(usual[1])
         try:
             compiled = chat_template_utils._compile_jinja_template(template)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"its chat template is damaged in line {error.lineno}: {error}. Restore its chat_template.jinja from the "
+                "published checkpoint."
+            ) from error
         finally:
             sandbox.intercepted_binops, sandbox.code_generator_class = usual
     environment: Any = compiled.environment

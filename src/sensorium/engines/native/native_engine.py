@@ -278,8 +278,7 @@ class StockWriter:
         drawn = sample(logits_BV, sampling, uniforms(keys_B, counts_B))
         packed_3B = torch.stack((drawn.tokens_B.double(), drawn.logprobs_B, drawn.sampled_logprobs_B))
         for row, token, logprob, sampled in zip(batch.rows, *packed_3B.tolist(), strict=True):
-            if row.job.future.done():  # fed on until its batch is halved
-                row.tokens.append(int(token))
+            if row.job.future.done():  # fed the same token at the same position until its batch is halved
                 self.counters.dropped_tokens += 1
                 continue
             finish = row.take(int(token), logprob, sampled, self._policy)

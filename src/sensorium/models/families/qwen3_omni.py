@@ -208,7 +208,6 @@ class Qwen3Omni(Qwen25Omni):
         tables=("pos_embed",),
         names=("3-omni",),
         query_norm=True,
-        vllm=True,
     )
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **Qwen25Omni.groups,

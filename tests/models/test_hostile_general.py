@@ -1,0 +1,88 @@
+"""The general path among hostile checkpoints and media: a refusal names its cause, and one item's fault is that item's."""
+
+import json
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3NextForCausalLM
+
+from sensorium.data.media_store import MediaStore
+from sensorium.data.sound import encode_wav
+from sensorium.engines.native.native_engine import NativeEngine
+from sensorium.engines.protocol import Sampling
+from sensorium.models.load import load_policy
+from sensorium.models.load_chat import load_chat_processor
+from sensorium.vocabulary.content import user
+from sensorium.vocabulary.errors import MediaError, ModelError
+from tests.engines.conftest import ask, generate
+from tests.general_checkpoints import make_checkpoint
+
+POSITIONS = 48
+
+
+@pytest.fixture
+def learned(tmp_path: Path) -> Path:
+    """A GPT-2: its positions are rows of a table."""
+    folder = make_checkpoint("granite", tmp_path / "gpt2")
+    (folder / "model.safetensors").unlink()
+    ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    none = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "summary_first_dropout": 0}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocab_size,
+            n_positions=POSITIONS,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            initializer_range=0.2,
+            eos_token_id=ids,
+            **none,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_a_response_that_fills_the_context_leaves_the_others_of_its_batch_alone(learned: Path) -> None:
+    policy = load_policy(str(learned), store=MediaStore())
+    prompts = [policy.chat.render([user("a " * count)]) for count in (14, 2, 2)]
+    sampling = Sampling(max_new_tokens=2 * POSITIONS, stop_tokens=False)
+    requests = [ask(str(i), [prompt], sampling, order=(i, 0, 0), key=i) for i, prompt in enumerate(prompts)]
+    found = generate(NativeEngine(policy), *requests)
+    assert [len(prompt.tokens) + len(one.segment.tokens) for prompt, one in zip(prompts, found, strict=True)] == [
+        POSITIONS
+    ] * 3
+    alone = [generate(NativeEngine(policy), request)[0].segment.tokens for request in requests]
+    assert [one.segment.tokens for one in found] == alone
+
+
+def test_a_sound_shorter_than_a_window_of_its_processor_is_a_fault_of_that_sound(tmp_path: Path) -> None:
+    chat = load_chat_processor(str(make_checkpoint("phi4_multimodal", tmp_path / "phi")), store=MediaStore())
+    short = chat.store.put(encode_wav(np.zeros(10, dtype=np.float32)), "sound", "short.wav")
+    with pytest.raises(MediaError, match=r"^short\.wav"):
+        chat.layout(chat.render([user(short, "what?")]))
+
+
+def test_a_chat_template_that_does_not_compile_is_refused(learned: Path) -> None:
+    (learned / "chat_template.jinja").write_text("{% for m in %}")
+    with pytest.raises(ModelError, match=r"^model\.path .*line 1"):
+        load_policy(str(learned), store=MediaStore())
+
+
+def test_a_text_model_that_computes_padding_gets_no_padded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is what keeps padding out of the states of its delta nets."""
+    forward = Qwen3NextForCausalLM.forward
+
+    @wraps(forward)
+    def unmasked(*given: Any, attention_mask: Any = None, **more: Any) -> Any:
+        return forward(*given, **more)
+
+    folder = str(make_checkpoint("qwen3_next", tmp_path / "next"))
+    assert load_policy(folder, store=MediaStore()).chat.media_format.company == "any"  # type: ignore[attr-defined]
+    monkeypatch.setattr(Qwen3NextForCausalLM, "forward", unmasked)
+    assert load_policy(folder, store=MediaStore()).chat.media_format.company == "alone"  # type: ignore[attr-defined]
