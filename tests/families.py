@@ -191,6 +191,12 @@ class FamilyRow:
 
 
 FAMILY_ROWS = {
+    "glm4v": FamilyRow(
+        {"GLM-4.1V-9B": Published(same, text_config, UNTIED)},
+        boxes=("<|begin_of_box|>", "<|end_of_box|>"),
+        rounding=2e-5,  # 1e-9 in float64
+        tied=True,
+    ),
     "internvl": FamilyRow(
         {"InternVL3-8B-hf": Published(same, text_config, UNTIED)},
         boxes=("<ref>", "</ref>", "<box>", "</box>", "<quad>"),
@@ -270,8 +276,21 @@ SENSING = [family for family, facts in FAMILIES.items() if facts.has_towers]
 
 
 def stock_class(family: str) -> Any:
-    """transformers' own class of a family's models."""
-    return getattr(transformers, FAMILIES[family].model_class)
+    """transformers' own class of a family's models; GLM-4V's so that it takes a picture beside a video."""
+    return SeesBoth if family == "glm4v" else getattr(transformers, FAMILIES[family].model_class)
+
+
+class SeesBoth(transformers.Glm4vForConditionalGeneration):
+    """The stock class compares the features of one kind of media with the tokens of pictures and videos together."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.get_placeholder_mask = self._masks
+
+    def _masks(self, input_ids: Tensor, embeds: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
+        starts, ends = (input_ids == self.config.video_start_token_id, input_ids == self.config.video_end_token_id)
+        filmed, seen = (starts.cumsum(-1) > ends.cumsum(-1)), input_ids == self.config.image_token_id
+        return (seen & ~filmed)[..., None], (seen & filmed)[..., None]
 
 
 def wide_weights(family: str, scale: float, *parts: str) -> dict[str, float]:

@@ -212,6 +212,8 @@ def row_inputs(policy: Policy, ids_T: Tensor, media: Sequence[Media]) -> dict[st
         inputs |= media_inputs(policy, tuple(media))
     if policy.family.startswith("qwen") and tokens and "sound" not in policy.chat.modalities:
         inputs["mm_token_type_ids"] = ((ids_T == tokens["picture"]).int() + 2 * (ids_T == tokens["video"]).int())[None]
+    if policy.family == "glm4v":
+        inputs["mm_token_type_ids"] = torch.tensor(policy.chat.processor.create_mm_token_type_ids([ids_T.tolist()]))
     return with_trained_positions(policy.model.config, inputs)
 
 

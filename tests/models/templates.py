@@ -2,7 +2,8 @@
 
 Qwen2.5-VL and Omni: a default system prompt, media markers, strings or blocks. Qwen3-VL: no default prompt, tool answers in
 a user turn. Qwen3 (text): thoughts of assistant turns before the last question are dropped, and the generation prompt of
-the thinking models opens a thought.
+the thinking models opens a thought. GLM-4.1V: no mark ends a turn. As published it takes blocks in a user's turn only; that
+of GLM-4.5V drops thoughts as Qwen3's does.
 """
 
 MEDIA = (
@@ -62,3 +63,19 @@ QWEN3 = (
 THINKING = QWEN3.replace(
     "'<|im_start|>assistant\\n' }}{%- endif -%}", "'<|im_start|>assistant\\n<think>\\n' }}{%- endif -%}"
 )
+
+GLM4V = (
+    MEDIA.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>").replace(
+        "<|vision_start|><|video_pad|><|vision_end|>", "<|begin_of_video|><|video|><|end_of_video|>"
+    )
+    + "[gMASK]<sop>{%- for message in messages -%}{{ '<|' + message.role + '|>\\n' + show(message.content) }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+)
+GLM4_1V = GLM4V.replace(
+    "show(message.content) }}", "(show(message.content) if message.role == 'user' else message.content|string) }}"
+)
+GLM4_5V = GLM4V.replace(
+    "'<|' + message.role + '|>\\n' + show(message.content) }}",
+    "'<|' + message.role + '|>' }}{%- set said = show(message.content) -%}{%- if message.role == 'assistant' -%}"
+    "{{ '\\n<think></think>\\n' + said.split('</think>')[-1].strip() }}{%- else -%}{{ '\\n' + said }}{%- endif -%}",
+).replace("'<|assistant|>\\n'", "'<|assistant|>'")

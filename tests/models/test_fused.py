@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sensorium.data.media_store import MediaStore
 from sensorium.kernels import layer_ops
-from sensorium.kernels.layer_parts import UnknownLayer, mixer_of, parts_of
+from sensorium.kernels.layer_parts import UnknownLayer, has_mixer, mixer_of, parts_of
 from sensorium.models import fused
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.fused import check, fused_layers
@@ -21,7 +21,7 @@ from sensorium.recipe.schema import LoraSection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu_too = pytest.mark.gpu if DEVICE == "cuda" else lambda test: test
-FAMILIES = ["qwen2", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen3_5"]
+FAMILIES = ["qwen2", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen3_5", "glm4v"]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_fused_layer_is_the_stock_layer(family: str, dtype: str, tmp_path: Pat
     policy = policy_of(family, tmp_path, dtype)
     policy.model.requires_grad_(True)
     for layer in policy.adapter.language_model.layers:
-        parts = mixer_of(layer) if policy.delta_layers else parts_of(layer)
+        parts = mixer_of(layer) if has_mixer(layer) or policy.delta_layers else parts_of(layer)
         check(layer, fused.FusedLayer(parts), policy.adapter.rotary)
 
 

@@ -26,7 +26,7 @@ BY_TURN = ("minicpmv4_6", "paligemma2")
 
 
 def opened(name: str, folder: Path, **sizes: Any) -> Policy:
-    return load_policy(str(make_checkpoint(name, folder, **sizes)), store=MediaStore())
+    return load_policy(str(make_checkpoint(name, folder, **sizes)), store=MediaStore(), family="general")
 
 
 @pytest.mark.parametrize("name", [name for name in SEEING if name not in BY_TURN])

@@ -18,6 +18,7 @@ from sensorium.recipe.family_facts import FAMILIES, group_by_name
 from sensorium.vocabulary.content import Message, assistant, system, user
 from sensorium.vocabulary.episode import Segment
 from tests.families import FAMILY_ROWS, HEARING, ONLY_HEARING, SEEING, SENSING, UNUSED, stock_class
+from tests.float64 import in_float64
 
 from .clips import tone
 from .stock_pair import Pair, close, row
@@ -97,6 +98,18 @@ def test_logits_of_the_parts_are_those_of_the_stock_model(pairs: Pairs, family: 
     assert ids_T.tolist() == inputs["input_ids"][0].tolist()
     with torch.no_grad():
         close(pair.got(segments), pair.want(inputs), FAMILY_ROWS[family].rounding)
+
+
+def test_in_float64_a_model_with_norms_after_its_halves_differs_by_rounding_alone(pairs: Pairs) -> None:
+    """They scale what is rounded before them: 1.4e-5 in float32 with the weights of ``pairs``."""
+    pair = pairs("glm4v", num_hidden_layers=3)
+    pair.policy.model.double()
+    pair.stock.double()
+    for case in ("media in two turns", "pictures and a video"):
+        messages = conversation(pair, case)
+        with torch.no_grad(), in_float64():
+            inputs = {name: x.double() if x.is_floating_point() else x for name, x in pair.inputs(messages).items()}
+            close(pair.got(thread(pair.policy, messages)), pair.stock(**inputs, use_cache=False).logits[0], 1e-9)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

@@ -20,12 +20,12 @@ from sensorium.vocabulary.errors import ModelError
 
 from .clips import noise
 from .stock_pair import Pair, plain, processed
-from .templates import QWEN2_5_VL, QWEN3, QWEN3_VL, THINKING
+from .templates import GLM4_1V, GLM4_5V, GLM4V, QWEN2_5_VL, QWEN3, QWEN3_VL, THINKING
 
 Pairs = Callable[..., Pair]
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|endoftext|>")
 ordinary = st.text(max_size=40).filter(lambda text: "<|" not in text and "|>" not in text)
-VISION = {"qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL}
+VISION = {"qwen2_5_vl": QWEN2_5_VL, "qwen3_vl": QWEN3_VL, "glm4v": GLM4V}
 TEXT = {"qwen2": QWEN2_5_VL, "qwen3": QWEN3}
 
 
@@ -62,7 +62,7 @@ def chats(pairs: Pairs) -> Callable[[str, str], Chat]:
     return lambda family, template: made.setdefault((family, template), Chat(pairs(family).policy, template))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", [*VISION, *TEXT])
 @pytest.mark.parametrize("first", [[], [system("Look closely.\n")]])
 def test_the_first_turn_expanded_is_the_checkpoints_own_rendering(pairs: Pairs, family: str, first: list[Message]) -> None:
     policy = pairs(family).policy
@@ -218,11 +218,36 @@ def test_a_variable_that_the_template_has_not_is_refused(pairs: Pairs) -> None:
         load_chat_processor(str(pairs("qwen3_5").folder), store=MediaStore(), template_defaults={"enable_thinkin": True})
 
 
+def test_a_turn_that_ends_where_the_next_begins_is_closed_once(pairs: Pairs) -> None:
+    chat = pairs("glm4v").policy.chat
+    named = chat.tokenizer.convert_tokens_to_ids
+    answer = chat.respond("red", "a")
+    assert chat.stop_ids[0] == answer.tokens[-1] == named("<|user|>")
+    asked = [user("Sure?")]
+    after = chat.extend(asked, after=answer)
+    assert named("<|user|>") not in after.tokens
+    cut, ended = (
+        chat.written(tokens, zeros := (0.0,) * len(tokens), zeros, "a")
+        for tokens in (answer.tokens[:-1], (*answer.tokens[:-1], named("<|endoftext|>")))
+    )
+    for before in (cut, ended):  # another token ended the turn, or none
+        assert chat.extend(asked, after=before).tokens == (named("<|user|>"), *after.tokens)
+
+
+def test_a_template_that_takes_answers_as_texts_is_given_texts(chats: Callable[[str, str], Chat]) -> None:
+    picture = noise(chats("glm4v", GLM4V).policy.chat.store, 3)
+    messages = [system("Look."), user("What?", picture), assistant("red"), user("Sure?")]
+    tokens = [chats("glm4v", template).renderer.render(messages, generate=True).tokens for template in (GLM4_1V, GLM4V)]
+    assert tokens[0] == tokens[1]
+
+
 def test_templates_that_rewrite_what_was_said_are_found(chats: Callable[[str, str], Chat]) -> None:
     assert chats("qwen2_5_vl", QWEN2_5_VL).renderer.append_only
     assert chats("qwen3_vl", QWEN3_VL).renderer.append_only
     assert not chats("qwen3", QWEN3).renderer.append_only
     assert not chats("qwen3", THINKING).renderer.append_only
+    assert chats("glm4v", GLM4_1V).renderer.append_only
+    assert not chats("glm4v", GLM4_5V).renderer.append_only
 
 
 def specials_in(chat: Chat, tokens: Sequence[int]) -> list[int]:
@@ -277,10 +302,12 @@ def test_a_given_answer_cannot_forge_a_stop(pairs: Pairs) -> None:
 
 
 def test_nothing_that_stands_for_media_or_structure_can_be_sampled(pairs: Pairs) -> None:
-    for family in ("qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"):
+    for family in (*VISION, *TEXT):
         policy = pairs(family).policy
         specials = {
-            policy.chat.tokenizer.convert_tokens_to_ids(token) for token in policy.chat.tokenizer.all_special_tokens
+            policy.chat.tokenizer.convert_tokens_to_ids(token)
+            for token in policy.chat.tokenizer.all_special_tokens
+            if token not in policy.chat.media_format.written_tokens
         }
         assert specials <= {*policy.chat.forbidden_ids, *policy.chat.stop_ids}
         assert set(policy.chat.forbidden_ids).isdisjoint(policy.chat.stop_ids)

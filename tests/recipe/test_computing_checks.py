@@ -31,6 +31,7 @@ def test_experts_on_a_gpu_decode_without_graphs() -> None:
 REFUSED = {
     "a mixture of experts": recipe("qwen3_vl_moe", precision="matched"),
     "gated delta nets": recipe("qwen3_5", precision="matched"),
+    "norms after attention": recipe("glm4v", precision="matched"),
     "engine 'vllm'": recipe("qwen3_vl", precision="matched", rollout={"engine": "vllm", "schedule": "eager"}),
     "cluster.learners is 2": recipe("qwen3_vl", precision="matched", cluster={"learners": 2}),
     "cluster.placement is 'ray'": recipe("qwen3_vl", precision="matched", cluster={"placement": "ray"}),

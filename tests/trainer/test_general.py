@@ -44,7 +44,8 @@ def recipe_of(source: Path, run: Path, **changes: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), [("gemma3", {}), ("glm4v", {"lora": {"rank": 2}}), ("qwen3_next", {}), ("mistral3", {})]
+    ("name", "model"),
+    [("gemma3", {}), ("glm4v", {"family": "general", "lora": {"rank": 2}}), ("qwen3_next", {}), ("mistral3", {})],
 )
 def test_a_resumed_run_repeats_itself_and_what_it_saves_loads_equal(
     name: str, model: dict[str, Any], tmp_path: Path

@@ -70,25 +70,50 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class MixerParts:
-    """A decoder layer whose first half, ``mixer``, is a module that is called as it is (a delta net, gated attention)."""
+    """A decoder layer whose first half, ``mixer``, is called as it is (a delta net, gated attention, one with a norm)."""
 
     index: int
     before: NormWeights
-    mixer: nn.Module
+    mixer: Callable[..., Any]
     between: NormWeights
     inner: GatedMLP | Callable[[Tensor], Tensor]
     fine: bool = False
 
 
+def has_mixer(layer: Any) -> bool:
+    """Whether a layer makes its model one whose layers are taken as ``MixerParts``: Qwen3.5's, or GLM-4V's."""
+    return hasattr(layer, "linear_attn") or hasattr(layer, "post_mlp_layernorm")
+
+
 def mixer_of(layer: Any) -> MixerParts:
-    """The parts of a layer of a hybrid model (Qwen3.5); others are refused with ``UnknownLayer``."""
+    """The parts of a layer of a hybrid model, or of one with norms after each half; others are ``UnknownLayer``."""
     names = {name for name, _ in layer.named_children()}
+    usual, after = (
+        {"mlp", "input_layernorm", "post_attention_layernorm"},
+        {"post_self_attn_layernorm", "post_mlp_layernorm"},
+    )
     for name in ("linear_attn", "self_attn"):
-        if names == {name, "mlp", "input_layernorm", "post_attention_layernorm"}:
-            mixer, norms = getattr(layer, name), (layer.input_layernorm, layer.post_attention_layernorm)
-            before, between = (NormWeights(norm.weight, norm.eps, centred=True) for norm in norms)
-            return MixerParts(mixer.layer_idx, before, mixer, between, _inner(layer.mlp))
+        if names in ({name, *usual}, {name, *usual, *after}):
+            mixer, inner = getattr(layer, name), _inner(layer.mlp)
+            before, between = mixer_norm(layer.input_layernorm), mixer_norm(layer.post_attention_layernorm)
+            if names == {name, *usual}:
+                return MixerParts(mixer.layer_idx, before, mixer, between, inner)
+            inner = nn.Sequential(layer.mlp, layer.post_mlp_layernorm)
+            return MixerParts(mixer.layer_idx, before, _normed(mixer, layer.post_self_attn_layernorm), between, inner)
     raise UnknownLayer(f"{type(layer).__name__} is made of {', '.join(sorted(names))}")
+
+
+def _normed(attention: nn.Module, norm: nn.Module) -> Callable[..., Tensor]:
+    def mixer(*given: Any, **named: Any) -> Tensor:
+        mixed: Tensor = norm(attention(*given, **named)[0])
+        return mixed
+
+    return mixer
+
+
+def mixer_norm(module: Any) -> NormWeights:
+    """The weights of a norm around a mixer; Qwen3.5's learn around 0."""
+    return norm_of(module) if hasattr(module, "variance_epsilon") else NormWeights(module.weight, module.eps, centred=True)
 
 
 def parts_of(layer: Any) -> LayerParts:

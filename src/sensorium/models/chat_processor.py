@@ -144,6 +144,10 @@ class ChatProcessor:
     def extend(self, messages: Sequence[Message], *, after: Segment) -> Segment:
         """The next observation after a response, which is closed first if it did not stop by itself."""
         closed = bool(after.tokens) and after.tokens[-1] in self.stop_ids
+        if (
+            closed and self._renderer.shared_close
+        ):  # the next turn's mark stands already, unless another token ended this one
+            closed = after.tokens[-1] == self._renderer.extend(messages, closed=False).tokens[0]
         return self._renderer.extend(messages, closed=closed)
 
     def render_after_head(self, messages: Sequence[Message]) -> Segment:

@@ -31,6 +31,8 @@ from sensorium.kernels.layer_parts import (
     MixerParts,
     NormWeights,
     UnknownLayer,
+    has_mixer,
+    mixer_norm,
     mixer_of,
     norm_of,
     parts_of,
@@ -302,11 +304,11 @@ def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Te
     try:
         if model.embed_tokens.weight.is_cuda and find_spec("triton") is None:
             raise UnknownLayer("Triton is not installed")
-        hybrid = any(is_delta(layer) for layer in layers)
-        fused = [FusedLayer(mixer_of(layer) if hybrid else parts_of(layer)) for layer in layers]
+        mixed = any(has_mixer(layer) for layer in layers)
+        fused = [FusedLayer(mixer_of(layer) if mixed else parts_of(layer)) for layer in layers]
         found = reversed(list(enumerate(layers)))
         kinds = {(type(layer.mlp), is_delta(layer), fused[i].fine): i for i, layer in found}
-        last = NormWeights(model.norm.weight, model.norm.eps, centred=True) if hybrid else norm_of(model.norm)
+        last = mixer_norm(model.norm) if mixed else norm_of(model.norm)
         for i in kinds.values():
             check(layers[i], fused[i], rotary)
     except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop

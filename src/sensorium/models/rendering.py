@@ -134,8 +134,9 @@ BYTE_OF = _byte_table()
 class ChatRenderer:
     """Renders conversations for one checkpoint. ``owner`` has the template: the processor, or a text model's tokenizer.
 
-    ``close_id`` ends an assistant's turn. ``lead`` is what the template writes between the generation prompt and a response
-    (SmolVLM2: a space, which is sampled). ``append_only``: a response stays as written when the conversation goes on.
+    ``close_id`` ends an assistant's turn; ``shared_close``: it is the mark that opens the next one. ``lead`` is what the
+    template writes between the generation prompt and a response (SmolVLM2: a space, which is sampled). ``append_only``: a
+    response stays as written when the conversation goes on.
     """
 
     def __init__(self, tokenizer: Any, owner: Any, table: TokenTable, media_format: MediaFormat) -> None:
@@ -148,6 +149,7 @@ class ChatRenderer:
         if isinstance(owner.chat_template, str):
             bound_texts(owner.chat_template)
         self._kind_of = {token: kind for kind, token in media_format.placeholders.items()}
+        self._as_text = False
         self._special = {**table.special, **media_format.stand_ins}
         self._guard = _Guard(self._special)
         written = [name for name, token in table.special.items() if token in table.written]
@@ -160,7 +162,11 @@ class ChatRenderer:
                     "which names the placeholder, and the tokenizer's files belong together?"
                 )
         question, answer = Message("user", (Text("-"),)), Message("assistant", (Text(PRIVATE[0]),))
-        pieces = self._guard.split(_after(self._apply([question, answer], False), PRIVATE[0]))
+        # GLM-4.1V's template takes an answer as a text, and blocks only in a user's turn.
+        self._as_text = not self._kind_of or PRIVATE[0] not in self._apply([question, answer], False)
+        after = _after(self._apply([question, answer], False), PRIVATE[0])
+        self.shared_close = not after
+        pieces = self._guard.split(after or _after(self._apply([question, answer, question], False), PRIVATE[0]))
         if pieces[0] or len(pieces) < 2:
             raise ModelError("this chat template does not end an assistant's turn with a special token.")
         self.close_id = self._special[pieces[1]]
@@ -245,7 +251,7 @@ class ChatRenderer:
                     f"video {item.name} has use_audio_in_video, and this model does not take the sound of videos. Leave "
                     "that out, or use a family that does (docs/guides/families.md)."
                 )
-        if not self._kind_of:
+        if self._as_text and not message.media:
             return message.text
         return [
             {"type": "text", "text": block.text} if isinstance(block, Text) else {"type": TEMPLATE_KINDS[block.kind]}

@@ -32,7 +32,7 @@ from sensorium.kernels.fallbacks import fall_back
 from sensorium.kernels.layer_ops import Gate, Norm, RotateSlots
 from sensorium.models.attention import one_row
 from sensorium.models.prepared_media import Grid, TowerInput
-from sensorium.models.segment_layout import Features, sent_to
+from sensorium.models.segment_layout import Features
 from sensorium.models.tower_products import BlockSettings, GatedTowerBlock, JoinedMLP
 
 # The towers hand over the whole batch with the ends of its segments to any implementation with "flash" in its name.
@@ -390,7 +390,7 @@ class PatchProjection(nn.Module):
 class VisionTower:
     """A stock Qwen vision tower over pictures and videos alike, with the shortcuts of this module.
 
-    ``tables`` computes the tower's index tables for a batch of grids [M, 3].
+    ``tables`` computes the tower's index tables for a batch of grids [M, 3], and other grids where it takes others.
     """
 
     def __init__(self, visual: Any, tables: Callable[[Tensor], dict[str, Tensor]]) -> None:
@@ -411,8 +411,7 @@ class VisionTower:
             self._chosen = weight.device.type, weight.dtype
         patches_PC = self._patches([item.patches_PC for item in prepared], weight.device, weight.dtype)
         grids = [item.extent.grid for item in prepared]
-        grids_M3 = sent_to(weight.device, torch.tensor(grids))
-        seen = self.module(patches_PC, grid_thw=grids_M3, **self._tables(tuple(grids), weight.device))
+        seen = self.module(patches_PC, **self._tables(tuple(grids), weight.device))
         merged = self.module.spatial_merge_size**2
         sizes = [time * height * width // merged for time, height, width in grids]
         levels = [torch.split(level, sizes) for level in getattr(seen, "deepstack_features", None) or ()]
@@ -471,7 +470,7 @@ def _cached_tables(
     @lru_cache(maxsize=64)
     @torch.inference_mode(False)  # cached tensors must also serve training
     def tables(grids: tuple[Grid, ...], device: torch.device) -> dict[str, Any]:
-        made = make(torch.tensor(grids))
+        made = {"grid_thw": torch.tensor(grids)} | make(torch.tensor(grids))
         # The longest segments too: the library would read them from the device.
         longest = {LONGEST[name]: int(made[name].diff().max()) for name in LONGEST if name in made}
         return {name: table.to(device) for name, table in made.items()} | longest

@@ -209,6 +209,8 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             reason = (
                 f"gated delta nets sum a prompt in chunks and a response token by token, which do not round alike. {fast}"
             )
+        elif shape is not None and (facts := FAMILIES.get(shape.family)) and facts.sandwich:
+            reason = f"layers with norms after attention and MLP have no form whose sums are alike everywhere. {fast}"
         elif engine.name == "vllm":
             reason = f"engine 'vllm' does not compute as the learner does. Use rollout.engine: native or process. {fast}"
         elif cluster.shared:

@@ -44,8 +44,9 @@ class FamilyFacts:
     ``unloaded``: patterns of published weights that are left out on purpose. ``names``: what published names contain.
     ``requires``: a package it cannot do without, and why. ``vllm``: its log-probs from vLLM were held to the native
     engine's, so that engine may sample it. ``query_bias``, ``query_norm``: whether queries and keys (and values) of its own
-    language model have biases, or norms; ``query_gate``: its queries come with a gate of the same size. ``light_tower``:
-    the blocks of its vision tower are functions that keep little for the backward pass (``models/tower.py``).
+    language model have biases, or norms; ``query_gate``: its queries come with a gate of the same size. ``sandwich``: norms
+    stand before and after attention and MLP, whose gate and up are one layer. ``light_tower``: the blocks of its vision
+    tower are functions that keep little for the backward pass (``models/tower.py``).
     ``stands_in``: ``sensorium validate`` takes its tiny model in place of a checkpoint that is not on this machine and
     whose name tells no family.
     """
@@ -76,6 +77,7 @@ class FamilyFacts:
     query_bias: bool = False
     query_norm: bool = False
     query_gate: bool = False
+    sandwich: bool = False
     light_tower: bool = False
     stands_in: bool = False
 

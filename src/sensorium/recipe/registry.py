@@ -208,6 +208,7 @@ def wrong_function_options(name: str, target: Any, style: Style, options: Mappin
 NAMES: dict[str, dict[str, str]] = {
     "family": {
         "general": "sensorium.models.general_path:General",
+        "glm4v": "sensorium.models.families.glm4v:Glm4v",
         "internvl": "sensorium.models.families.internvl:InternVL",
         "llava_onevision": "sensorium.models.families.llava_onevision:LlavaOnevision",
         "qwen2_audio": "sensorium.models.families.qwen2_audio:Qwen2Audio",

@@ -90,6 +90,10 @@ def _language_tensors(text: dict[str, Any], facts: FamilyFacts | None) -> Shapes
     hidden = text["hidden_size"]
     norms = {"input_layernorm.weight": [hidden], "post_attention_layernorm.weight": [hidden]}
     mlp = _mlp_tensors(text)
+    if facts and facts.sandwich:
+        norms |= {"post_self_attn_layernorm.weight": [hidden], "post_mlp_layernorm.weight": [hidden]}
+        wide = text["intermediate_size"]
+        mlp = {"mlp.gate_up_proj.weight": [2 * wide, hidden], "mlp.down_proj.weight": [hidden, wide]}
     yield "language_model.embed_tokens.weight", [text["vocab_size"], hidden]
     yield "language_model.norm.weight", [hidden]
     for i, delta in enumerate(delta_layers(text)):

@@ -17,7 +17,7 @@ from sensorium.engines.native.prefill import RouteRecorder, recording_routes
 from sensorium.kernels.compile_time import compiling
 from sensorium.kernels.device_code import NoDeviceCode
 from sensorium.kernels.fallbacks import fall_back, note_fallback
-from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, norm_of, parts_of
+from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, has_mixer, norm_of, parts_of
 from sensorium.kernels.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile
 from sensorium.models.delta_net import DeltaTokens
 from sensorium.models.policy import Policy
@@ -136,7 +136,7 @@ class StockStep:
 
 
 class LayerStep(StockStep):
-    """The step of a hybrid model (Qwen3.5), through the learner's fused layers."""
+    """The step of a model whose layers have mixers (Qwen3.5, GLM-4V), through the learner's fused layers."""
 
     name = "fused layers"
     stock = False
@@ -323,13 +323,13 @@ class DecodeRunner:
         self._capture = self._fast and self._policy.device.type == "cuda"
         matched = self._policy.matched is not None
         self._ops = self._fast_ops() if self._fast and not matched else TorchOps()
-        hybrid = bool(self._policy.delta_layers)
-        kind = LayerStep if hybrid and self._fast and self._policy.device.type == "cuda" else StockStep
+        mixed = any(has_mixer(layer) for layer in self._policy.adapter.language_model.layers)
+        kind = LayerStep if mixed and self._fast and self._policy.device.type == "cuda" else StockStep
         self._step: FusedStep | StockStep | MatchedStep = kind(self._policy, self._ops)
         self._verified = not self._fast
         if matched:
             self._step = MatchedStep(self._policy)
-        elif self._fast and not hybrid:
+        elif self._fast and not mixed:
             try:
                 self._step = FusedStep(self._policy, self._ops)
             except UnknownLayer as error:

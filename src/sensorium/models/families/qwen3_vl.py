@@ -85,6 +85,7 @@ class Qwen3VLMedia(Qwen25VLMedia):
         super().__init__(config, processor)
         self.frame_rule = frame_rule(processor, self.vision, 768 * 32 * 32, whole_clip=True)
         self.own_marks = {"video": (config.vision_start_token_id, config.vision_end_token_id)}
+        self.step_token = config.video_token_id  # takes the features of a video's steps
         self._expand_video = lru_cache(maxsize=4096)(self._write_video)
 
     def expand(self, extent: Extent) -> Expansion:
@@ -101,8 +102,8 @@ class Qwen3VLMedia(Qwen25VLMedia):
         seconds: list[Any] = list(extent.times_s)
         metadata = video_utils.VideoMetadata(total_num_frames=len(seconds), fps=1.0, frames_indices=seconds)
         inputs = {"video_grid_thw": torch.tensor([extent.grid]), "video_metadata": [metadata]}
-        text, pad = self.processor.replace_video_token(inputs, 0), self.placeholders["video"]
-        return expansion_of(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"], pad)
+        text = self.processor.replace_video_token(inputs, 0)
+        return expansion_of(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"], self.step_token)
 
 
 class Qwen3VL(Qwen25VL):
