@@ -61,7 +61,7 @@ def _tiny_models(common: Path) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_given_up() -> None:
     """Fast ways to compute that an earlier test of this process gave up are not told of the next one's run."""
-    if (fast_paths := sys.modules.get("sensorium.kernels.fallbacks")) is not None:
+    if (fast_paths := sys.modules.get("sensorium.kernels.first_use")) is not None:
         fast_paths._taken.clear()
 
 

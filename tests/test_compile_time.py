@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from sensorium.assembly.session import Session
-from sensorium.kernels import compile_time
-from sensorium.kernels.compile_time import compile_seconds, compiling, count_triton, take_untold_seconds
+from sensorium.kernels import first_use
+from sensorium.kernels.first_use import compile_seconds, compiling, count_triton, take_untold_seconds
 from sensorium.trainer.step_metrics import Clock
 
 
@@ -18,7 +18,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(compile_time, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(first_use, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
 
 
 def test_time_counts_once_where_one_compiles_inside_or_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "algorithms.aggregation": "algorithms.losses",
     "algorithms.channels": "algorithms.advantages",
     "algorithms.episodes": "algorithms.advantages",
     "algorithms.groups": "algorithms.advantages",

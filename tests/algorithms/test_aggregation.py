@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.algorithms.aggregation import sequence_weights
+from sensorium.algorithms.losses import sequence_weights
 
 NAMES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 losses = st.lists(st.lists(st.floats(-5, 5), max_size=6), min_size=1, max_size=8).filter(lambda s: any(s))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sensorium.algorithms.aggregation import sequence_weights
+from sensorium.algorithms.losses import sequence_weights
 from sensorium.recipe.estimators_and_losses import LOSSES
 from sensorium.recipe.registry import resolve, table
 from sensorium.recipe.schema import LossSection

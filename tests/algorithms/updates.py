@@ -9,8 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sensorium.algorithms.aggregation import sequence_weights
-from sensorium.algorithms.losses import TokenLoss, Tokens, UpdateTokens
+from sensorium.algorithms.losses import TokenLoss, Tokens, UpdateTokens, sequence_weights
 
 ranges = st.floats(0.05, 0.5)
 """Clip ranges; none so narrow that every token sits on an edge."""

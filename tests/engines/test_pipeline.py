@@ -21,7 +21,7 @@ from sensorium.engines.native.prefill import PrefillRows, SharedContext
 from sensorium.engines.native.prefix_cache import PrefixEntry
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.engines.scheduler import Job
-from sensorium.kernels.fallbacks import fallbacks
+from sensorium.kernels.first_use import fallbacks
 from sensorium.kernels.layer_parts import UnknownLayer
 from sensorium.models.policy import Policy
 from sensorium.trainer.step_metrics import Clock
@@ -228,7 +228,7 @@ def test_a_fused_step_that_disagrees_is_not_used(bench: Bench, monkeypatch: pyte
     assert told == list(engine.notes)
     assert fallbacks() == before + 2
     assert clock.metrics([])["throughput/fallbacks"] == before + 2
-    monkeypatch.setattr("sensorium.kernels.fallbacks._taken", [])
+    monkeypatch.setattr("sensorium.kernels.first_use._taken", [])
     assert "throughput/fallbacks" not in clock.metrics([])
 
 

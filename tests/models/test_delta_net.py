@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sensorium.kernels import delta_rule
-from sensorium.kernels.fallbacks import fallbacks
+from sensorium.kernels.first_use import fallbacks
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.delta_net import DeltaNet, DeltaState, DeltaTokens, advance, is_delta
 from sensorium.models.policy import Policy

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sensorium.kernels.fallbacks import given_up
+from sensorium.kernels.first_use import given_up
 from sensorium.models import experts as experts_module
 from sensorium.models.experts import GROUPED, STOCK, group_experts
 from sensorium.models.policy import Policy

@@ -18,7 +18,7 @@ from sensorium.data.mixture import TaskStream, make_sources
 from sensorium.engines.pool import EnginePool
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.envs.protocol import Environment
-from sensorium.kernels.compile_time import count_triton
+from sensorium.kernels.first_use import count_triton
 from sensorium.models.policy import Policy
 from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensorium.kernels.fallbacks import fall_back, trying
+from sensorium.kernels.first_use import fall_back, trying
 
 Result = tuple[Tensor, Tensor]
 # How far results and gradients in 16 bits may be from the reference in float32, relative to the largest.

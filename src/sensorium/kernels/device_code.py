@@ -35,7 +35,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sensorium.kernels.compile_time import compiling
+from sensorium.kernels.first_use import compiling
 
 SOURCES = Path(__file__).parent / "cuda"
 DIGEST_BYTES = hashlib.sha256().digest_size

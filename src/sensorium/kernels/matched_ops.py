@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from sensorium.kernels.fallbacks import fall_back
+from sensorium.kernels.first_use import fall_back
 from sensorium.kernels.layer_ops import Gate, Norm, Rotate
 from sensorium.kernels.layer_parts import NormWeights, UnknownLayer
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sensorium.kernels.fallbacks import fall_back, given_up
+from sensorium.kernels.first_use import fall_back, given_up
 from sensorium.kernels.matched_ops import with_gradient_of
 from sensorium.learner.packing import MicroBatch, Packing, media_of
 from sensorium.learner.sequence_parallel import SlotShare

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sensorium.kernels.fallbacks import fall_back, trying
+from sensorium.kernels.first_use import fall_back, trying
 from sensorium.kernels.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile, with_gradient_of
 from sensorium.learner.token_runs import Levels, TokenRun, arrange, arrange_levels, nearest_above, take
 from sensorium.learner.tree_states import TreeStates

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sensorium.algorithms import correction, kl
-from sensorium.algorithms.aggregation import sequence_weights
 from sensorium.algorithms.correction import effective_share
 from sensorium.algorithms.losses import (
     RouterLoad,
@@ -30,6 +29,7 @@ from sensorium.algorithms.losses import (
     load_metrics,
     log_ratio,
     router_load,
+    sequence_weights,
 )
 from sensorium.learner.credited_episode import AskedValues, SampledTokens
 from sensorium.learner.critic import Critic, ValuePass

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from sensorium.kernels.fallbacks import fall_back, trying
+from sensorium.kernels.first_use import fall_back, trying
 from sensorium.kernels.layer_ops import ops_of
 from sensorium.vocabulary.errors import ModelError
 

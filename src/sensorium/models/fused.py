@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from sensorium.kernels.fallbacks import fall_back
+from sensorium.kernels.first_use import fall_back
 from sensorium.kernels.layer_ops import AddNorm, Gate, Norm, Rotate, ops_of, wide_linear, wide_product
 from sensorium.kernels.layer_parts import (
     FINE_SCALE,

@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sensorium.data.lru import LRU
-from sensorium.kernels.fallbacks import fall_back
+from sensorium.kernels.first_use import fall_back
 from sensorium.kernels.layer_ops import Gate, Norm, RotateSlots
 from sensorium.models.attention import one_row
 from sensorium.models.prepared_media import Grid, TowerInput

@@ -21,8 +21,7 @@ from sensorium.data.mixture import SkippedRow
 from sensorium.data.planner import Planner
 from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_scored
 from sensorium.evaluation.summary import summary_metrics
-from sensorium.kernels.compile_time import take_untold_seconds
-from sensorium.kernels.fallbacks import given_up
+from sensorium.kernels.first_use import given_up, take_untold_seconds
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.learner_protocol import RunLearner
 from sensorium.recipe.registry import resolve

@@ -9,8 +9,7 @@ import torch
 
 from sensorium.assembly.session import Session
 from sensorium.cluster.pool import WorkerPool
-from sensorium.kernels.compile_time import compile_seconds
-from sensorium.kernels.fallbacks import fallbacks
+from sensorium.kernels.first_use import compile_seconds, fallbacks
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, masked, zero_variance
 from sensorium.vocabulary.episode import Episode, Group, Status

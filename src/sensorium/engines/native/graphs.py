@@ -14,9 +14,8 @@ from torch import Tensor
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps, read_again
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, page_table, write_tokens
 from sensorium.engines.native.prefill import RouteRecorder, recording_routes
-from sensorium.kernels.compile_time import compiling
 from sensorium.kernels.device_code import NoDeviceCode
-from sensorium.kernels.fallbacks import fall_back, note_fallback
+from sensorium.kernels.first_use import compiling, fall_back, note_fallback
 from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, has_mixer, norm_of, parts_of
 from sensorium.kernels.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile
 from sensorium.models.delta_net import DeltaTokens

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.data.frame_sizes import frame_rule
 from sensorium.models.deferred import DeferredModule
-from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.qwen2_5_vl import (
     PARTS,
     THREE_AXES,
@@ -33,7 +32,7 @@ from sensorium.models.families.rope_positions import (
     three_axis_positions,
     timed_steps,
 )
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower, repeated
 from sensorium.models.prepared_media import (
     Extent,
     PicturePreprocessor,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.data.frame_sizes import frame_rule
 from sensorium.models.deferred import DeferredModule
-from sensorium.models.families.defaults import DefaultMedia, DefaultModel, repeated
 from sensorium.models.families.rope_positions import grid_offsets, three_axis_positions, timed_steps
-from sensorium.models.family import MediaFormat, Tower
+from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower, repeated
 from sensorium.models.prepared_media import (
     CAP,
     Extent,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn
 
-from sensorium.models.families.defaults import DefaultMedia, DefaultModel
 from sensorium.models.families.qwen2_5_vl import SHOWN
-from sensorium.models.family import IMPLEMENTATION, MediaFormat, Tower
+from sensorium.models.family import IMPLEMENTATION, DefaultMedia, DefaultModel, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor
 from sensorium.recipe.family_facts import GENERATION, TEXT, FamilyFacts, chat_template
 from sensorium.vocabulary.content import MediaKind

@@ -1,13 +1,56 @@
-"""How long this process has been compiling code on its first use: CUDA and Triton, and graphs of decode steps.
+"""Fast ways to compute on their first use: they are held against a reference, and compiled.
 
-Where several compile side by side, or one inside the other, the time that went by counts once.
+Where one fails its trial, the slower way is reported and counted. Where several compile side by side, or one inside the
+other, the time that went by counts once.
 """
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+_taken: list[str] = []
+
+
+@contextmanager
+def trying() -> Iterator[None]:
+    """Inside, gradients of a trial are computed. Where it is met in a forward pass that gradient checkpointing watches, its
+    tensors are not taken for those of that pass, which would then differ from the one that is computed again.
+    """
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def fall_back(reason: str) -> None:
+    """Say that something is computed the slower way from now on, and why; counted for ``throughput/fallbacks``."""
+    note_fallback(reason)
+    warnings.warn(reason, stacklevel=3)
+
+
+def note_fallback(reason: str) -> None:
+    """Count a fallback that is said elsewhere."""
+    _taken.append(reason)
+
+
+def fallbacks() -> int:
+    """How many fast ways this process has given up so far."""
+    return len(_taken)
+
+
+def given_up() -> tuple[str, ...]:
+    """Why, for each of them."""
+    return tuple(_taken)
+
 
 _lock = threading.Lock()
 _under_way = 0
