@@ -210,6 +210,14 @@ def test_defaults_of_a_template_s_variables_hold_wherever_it_is_rendered(
     assert again.processor.chat_template == chat.processor.chat_template
 
 
+def test_a_variable_may_hold_any_text(pairs: Pairs) -> None:
+    text = "\U0001f600 \u00e9 \"'\\ %} {{"
+    defaults = {"preserve_thinking": text}
+    processor = load_chat_processor(str(pairs("qwen3_5").folder), store=MediaStore(), template_defaults=defaults).processor
+    written = processor.chat_template.partition("{% endif %}")[0] + "{% endif %}{{ preserve_thinking }}"
+    assert processor.apply_chat_template([{"role": "user"}], chat_template=written, tokenize=False) == text
+
+
 def test_a_variable_that_the_template_has_not_is_refused(pairs: Pairs) -> None:
     for name in ("enable_thoughts", "messages"):
         with pytest.raises(ModelError, match=rf"chat_template_kwargs.*'{name}'"):

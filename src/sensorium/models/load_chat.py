@@ -197,7 +197,9 @@ def _set_defaults(path: str, owner: Any, defaults: TemplateDefaults) -> None:
                 f"model.chat_template_kwargs: the chat template of '{path}' has no variable '{name}'"
                 f"{nearest(name, sorted(known - GIVEN_VARIABLES))}"
             )
-        written += f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
+        written += (
+            f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}{{% endif %}}"
+        )
     if not template.startswith(written):  # a run that goes on has them already
         owner.chat_template = written + template
 
