@@ -16,8 +16,9 @@ from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
 from sensorium.models.load import load_policy
 from sensorium.models.load_chat import load_chat_processor
+from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import user
-from sensorium.vocabulary.errors import MediaError, ModelError
+from sensorium.vocabulary.errors import MediaError, ModelError, RecipeError
 from tests.engines.conftest import ask, generate
 from tests.general_checkpoints import make_checkpoint
 
@@ -86,3 +87,13 @@ def test_a_text_model_that_computes_padding_gets_no_padded_rows(tmp_path: Path, 
     assert load_policy(folder, store=MediaStore()).chat.media_format.company == "any"  # type: ignore[attr-defined]
     monkeypatch.setattr(Qwen3NextForCausalLM, "forward", unmasked)
     assert load_policy(folder, store=MediaStore()).chat.media_format.company == "alone"  # type: ignore[attr-defined]
+
+
+def test_layers_that_peft_refuses_to_adapt_are_an_error_of_their_key(tmp_path: Path) -> None:
+    """Of this mixture peft adapts what stands for whole experts, or what has nothing to do with them."""
+    folder = str(make_checkpoint("qwen3_next", tmp_path / "next"))
+    for modules in (("shared_expert.up_proj",), ("shared_expert.up_proj", "shared_expert.gate_proj")):
+        with pytest.raises(RecipeError, match=r"model\.lora"):
+            load_policy(folder, store=MediaStore(), lora=LoraSection(rank=2, modules=modules))
+    taken = load_policy(folder, store=MediaStore(), lora=LoraSection(rank=2, modules=("q_proj", "out_proj")))
+    assert taken.adapters is not None

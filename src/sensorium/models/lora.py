@@ -37,8 +37,11 @@ def add_adapters(model: Any, groups: Prefixes, section: LoraSection, seed: int, 
     import peft
 
     chosen = choose_layers(model, groups, section)
-    with torch.random.fork_rng(devices=[]):  # peft draws its own A, on the CPU
-        peft.inject_adapter_in_model(_config(section, chosen, base), model)
+    try:
+        with torch.random.fork_rng(devices=[]):  # peft draws its own A, on the CPU
+            peft.inject_adapter_in_model(_config(section, chosen, base), model)
+    except ValueError as error:  # of some mixtures it takes the layers of all experts or none
+        raise RecipeError(f"model.lora.modules: peft refuses these layers: {error} Name others.") from error
     adapters = Adapters(model.eval(), section, base)
     if strange := sorted(adapters.layers.keys() ^ set(chosen)):
         raise RecipeError(
