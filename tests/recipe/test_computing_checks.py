@@ -70,11 +70,14 @@ def test_moments_in_8_bits_are_refused_where_the_learner_is_spread() -> None:
 
 
 def test_a_frozen_tower_whose_projector_learns_spares_nothing_and_the_dry_run_says_so() -> None:
-    def notes(*freeze: str) -> list[str]:
+    def notes(*freeze: str, family: str = "auto") -> list[str]:
         made = recipe("qwen3_vl")
-        return list(computing_notes(made.model_copy(update={"model": made.model.model_copy(update={"freeze": freeze})})))
+        model = made.model.model_copy(update={"freeze": freeze, "family": family})
+        return list(computing_notes(made.model_copy(update={"model": model})))
 
     (note,) = notes("vision")
     assert "Freeze both" in note
     assert not notes("vision", "projector")
     assert not notes("language")
+    (general,) = notes("vision", family="general")  # which caches no features
+    assert "Freeze both" not in general

@@ -240,7 +240,7 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
     if shape is not None and (beyond := context_note(recipe, shape)):
         yield beyond
     frozen = {"vision", "audio"} & set(model.freeze)
-    if frozen and "projector" not in model.freeze and not model.lora.rank:
+    if frozen and "projector" not in model.freeze and not model.lora.rank and not on_general_path(model):
         yield (
             f"model.freeze has {' and '.join(sorted(frozen, reverse=True))} without projector, so media go through their "
             "tower in every step: features are cached only if the projector, which is a part of the tower, is frozen too. "
