@@ -333,10 +333,13 @@ class Policy:
         """
         with quiet(), saving_weights(folder):
             state = self.adapters.base_state() if self.adapters is not None else None
+            if state is not None and self.general is not None:  # whose files may have names that tell no layer
+                state.update(self.adapters.sums() if self.adapters is not None else ())
             self.model.save_pretrained(folder, state_dict=state, max_shard_size=SHARD_BYTES)
             self.chat.save(folder)
         if self.adapters is not None:
-            self.adapters.add_into(folder)
+            if self.general is None:
+                self.adapters.add_into(folder)
             with saving_weights(folder / ADAPTER_FOLDER):
                 self.adapters.save(folder / ADAPTER_FOLDER)
 
