@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from rich.console import Console
 from safetensors.torch import load_file
 
+from sensorium.cli.dry_run import show_dry_run
 from sensorium.cli.export import export
 from sensorium.data.media_store import MediaStore
 from sensorium.models.load import load_policy
@@ -16,7 +19,8 @@ from sensorium.recipe.load import load_recipe, parse_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.metrics import read_metrics, repeatable
 from sensorium.trainer.run import train
-from tests.general_checkpoints import make_checkpoint
+from sensorium.vocabulary.errors import RecipeError
+from tests.general_checkpoints import GENERAL, make_checkpoint, tokenizer_of
 from tests.recipes import quick
 
 
@@ -69,3 +73,50 @@ def test_a_resumed_run_repeats_itself_and_what_it_saves_loads_equal(
     out = load_policy(str(tmp_path / "out"), store=MediaStore()).model.state_dict()
     assert all(torch.equal(out[key], trained[key]) for key in trained)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+
+
+WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXTS: dict[str, dict[str, Any]] = {  # learned positions and dropout, other names of sizes, experts
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1},
+    "mixtral": WIDTHS | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_models_of_text_that_name_their_sizes_otherwise_are_forecast_as_far_as_known_and_train(
+    name: str, tmp_path: Path
+) -> None:
+    tokenizer, folder = tokenizer_of(GENERAL["olmo2"]), tmp_path / "source"
+    tokens = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = transformers.AutoConfig.for_model(name, **TEXTS[name], vocab_size=len(tokenizer), **tokens)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    recipe = recipe_of(folder, tmp_path / "run")
+    with (tmp_path / "shown").open("w") as shown:
+        show_dry_run(recipe, Console(file=shown, width=200))
+    assert ("no memory is forecast" in (tmp_path / "shown").read_text()) == (name != "mixtral")
+    train(recipe)
+    rows = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert all(row["mismatch/max"] < 1e-4 and row["policy/grad_norm"] > 0 for row in rows)
+
+
+def test_what_it_cannot_compute_is_refused_in_the_dry_run(tmp_path: Path) -> None:
+    source = make_checkpoint("olmo2", tmp_path / "source")
+    refused: list[dict[str, Any]] = [
+        {"algorithm": {"advantage": {"name": "gae"}}},
+        {"model": {"precision": "matched"}},
+        {"rollout": {"engine": "process", "max_new_tokens": 4}},
+        {"algorithm": {"router_coef": 0.1}},
+    ]
+    for changes in refused:
+        with pytest.raises(RecipeError, match="general path"):
+            show_dry_run(recipe_of(source, tmp_path / "run", **changes), Console(quiet=True))
+
+
+def test_a_model_whose_prompt_attends_both_ways_plays_one_turn(tmp_path: Path) -> None:
+    source = make_checkpoint("paligemma2", tmp_path / "source")
+    with pytest.raises(RecipeError, match=r"rollout\.window"):
+        train(recipe_of(source, tmp_path / "run", rollout={"max_new_tokens": 4, "max_turns": 2}))

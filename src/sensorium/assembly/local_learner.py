@@ -36,7 +36,12 @@ class LocalLearner:
     def __init__(self, recipe: Recipe, policy: Policy, directory: RunDirectory, models: WholeModels | None = None) -> None:
         self._recipe, self._policy, self._directory = recipe, policy, directory
         self._models = models or WholeModels()
-        policy.checkpoint_gradients(*recomputation(recipe, policy.device))
+        if policy.general is None:
+            policy.checkpoint_gradients(*recomputation(recipe, policy.device))
+        else:  # whose sizes are not forecast by layers: on a GPU recompute where it can
+            how = recipe.model.gradient_checkpointing
+            on_gpu = policy.device.type == "cuda" and policy.general.recomputes
+            policy.checkpoint_gradients(on_gpu if how == "auto" else how)
         self._warming = recipe.warm_start.steps > 0
         self._stage = make_learner(recipe, policy, None, self._models, warming=self._warming)
         self._shortest: CreditedEpisode | None = None

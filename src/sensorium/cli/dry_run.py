@@ -25,7 +25,7 @@ from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.plan import TOWER, Plan, for_tasks, make_plan
 from sensorium.recipe.registry import build, resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe, SourceSection
-from sensorium.recipe.shape import IncompleteConfig, is_ours
+from sensorium.recipe.shape import IncompleteConfig, is_ours, on_general_path
 from sensorium.report.tables import disk_note, plan_table
 from sensorium.report.terminal import say
 from sensorium.rewards.function_terms import build_term
@@ -63,6 +63,11 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
         section = recipe.model.model_copy(update={"path": model, "revision": ""})
         planned = recipe.model_copy(update={"model": section})
     plan = for_tasks(_plan(planned), seen)
+    if plan.model is None and not ours and on_general_path(planned.model):
+        found = [
+            *found,
+            "model: the sizes in its config.json are named in a way that is not known here: no memory is forecast.",
+        ]
     console.print(plan_table(plan))
     console.print()
     short = [disk_note(recipe, plan)] if train else []

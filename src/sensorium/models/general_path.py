@@ -321,7 +321,9 @@ def module_groups(model: Any) -> dict[str, tuple[str, ...]]:
     groups["language"] += [f"{name}." if name else "" for name in dict.fromkeys((at, names.get(id(embeddings), at)))]
     if head.weight is not embeddings.weight:
         groups["head"].append(f"{names[id(head)]}.")
-    if towers:
+    if not towers:
+        groups["language"].append("")
+    else:
         inside = {name.removeprefix(f"{at}.").split(".")[0] for name in towers if not at or name.startswith(f"{at}.")}
         groups["projector"] += [""] if at else []
         groups["projector"] += sorted(

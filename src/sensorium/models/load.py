@@ -40,7 +40,7 @@ from sensorium.models.published_layout import common_name
 from sensorium.models.quiet import quiet
 from sensorium.models.tried_versions import check_versions
 from sensorium.models.weight_files import STORED, WeightFile, free_memory, whole_weights
-from sensorium.recipe.family_facts import is_unloaded
+from sensorium.recipe.family_facts import GENERAL, is_unloaded
 from sensorium.recipe.schema import LoraSection, ModelSection
 from sensorium.recipe.shape import cached_folder, is_ours, part_of, told_by_part
 from sensorium.vocabulary.errors import ModelError, nearest
@@ -98,6 +98,9 @@ def load_policy(
                 check_general(policy)
             except ModelError as error:
                 raise ModelError(f"model.path '{path}': {error}") from error
+            for name, share in list(_dropouts(model))[:1]:
+                left_out = f"its dropout ({name}: {share:g}) is left out: what is sampled is what is trained"
+                policy.general.notes = (*policy.general.notes, left_out)
         return policy
 
 
@@ -118,7 +121,8 @@ def _read_model(checkpoint: CheckpointConfig, dtype: torch.dtype, device: torch.
         model._weight_conversions = None  # or its checkpoints would be FP8 again
     _refuse_unfit(path, report, files, unused)
     _refuse_not_finite(path, model)
-    _refuse_dropout(path, model)
+    if checkpoint.family != GENERAL:  # which computes without, and says so
+        _refuse_dropout(path, model)
     return model
 
 
@@ -204,7 +208,8 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
                 **_loading_options(checkpoint, dtype),
             )
         _refuse_unfit(path, report, files, section.unused_weights)
-        _refuse_dropout(path, model)
+        if checkpoint.family != GENERAL:
+            _refuse_dropout(path, model)
         with of_its_family(checkpoint):
             checkpoint.adapter_class(model)
         if section.lora.rank:
@@ -321,20 +326,29 @@ def _announced(size: int, folder: str) -> Iterator[None]:
 
 def _refuse_dropout(path: str, model: Any) -> None:
     """Refuse dropout anywhere: training would then see another policy than the one that was sampled."""
-    modules = [(f"module {name}", part.p) for name, part in model.named_modules() if isinstance(part, _DropoutNd)]
-    for name, share in [*_dropouts(model.config, "config.json"), *modules]:
-        if share > 0:
-            raise ModelError(
-                f"model.path '{path}': {name} has dropout {share:g}, which would make training see another policy than the "
-                "one that was sampled; set it to 0 in the checkpoint's config.json."
-            )
+    for name, share in _dropouts(model):
+        raise ModelError(
+            f"model.path '{path}': {name} has dropout {share:g}, which would make training see another policy than the "
+            "one that was sampled; set it to 0 in the checkpoint's config.json."
+        )
 
 
-def _dropouts(config: Any, place: str) -> Iterator[tuple[str, float]]:
+def _dropouts(model: Any) -> Iterator[tuple[str, float]]:
+    """Shares of dropout in a model's config and modules."""
+    yield from _dropout_keys(model.config, "config.json")
+    modules = ((f"module {name}", part.p) for name, part in model.named_modules() if isinstance(part, _DropoutNd))
+    yield from ((name, share) for name, share in modules if share > 0)
+
+
+def _dropout_keys(config: Any, place: str) -> Iterator[tuple[str, float]]:
     from transformers import PreTrainedConfig
 
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            yield from _dropouts(value, f"{place}, {key}")
-        elif any(word in key for word in ("dropout", "layerdrop", "drop_path")) and isinstance(value, int | float):
+            yield from _dropout_keys(value, f"{place}, {key}")
+        elif (
+            any(word in key for word in ("dropout", "layerdrop", "drop_path"))
+            and isinstance(value, int | float)
+            and value > 0
+        ):
             yield f"{key} ({place})", float(value)

@@ -25,7 +25,7 @@ from sensorium.recipe.activations import (
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.registry import table
 from sensorium.recipe.schema import OptimizerSection, Recipe
-from sensorium.recipe.shape import ModelShape, read_shape
+from sensorium.recipe.shape import IncompleteConfig, ModelShape, on_general_path, read_shape
 from sensorium.vocabulary.plain import counted
 from sensorium.vocabulary.task import Task
 
@@ -110,7 +110,12 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
     ``config`` replaces the checkpoint's config.json if that omits sizes.
     """
     batch, rollout, model = recipe.batch, recipe.rollout, recipe.model
-    shape = read_shape(model.path, model.revision, config, model.unused_weights)
+    try:
+        shape = read_shape(model.path, model.revision, config, model.unused_weights)
+    except IncompleteConfig:  # with the library's defaults too: a layout that is not known here
+        if config is None or not on_general_path(model):
+            raise
+        shape = None
     episodes = batch.prompts_per_step * batch.group_size
     updates = batch.epochs_per_step * batch.updates_per_epoch
     written = rollout.max_new_tokens * rollout.max_turns

@@ -345,7 +345,8 @@ def _shape_of(config: dict[str, Any], shapes: dict[str, list[int]], *, exact: bo
         hidden=text["hidden_size"],
         queries=heads * head_dim,
         key_values=text.get("num_key_value_heads", heads) * head_dim,
-        mlp=experts * text["moe_intermediate_size"] + text.get("shared_expert_intermediate_size", 0)
+        mlp=experts * (text.get("moe_intermediate_size") or text["intermediate_size"])
+        + text.get("shared_expert_intermediate_size", 0)
         if experts
         else text["intermediate_size"],
         vocabulary=text["vocab_size"],
