@@ -21,7 +21,7 @@ from tests.general_checkpoints import GENERAL, make_checkpoint
 from .clips import decoded, noise
 
 SEEING = [name for name, row in GENERAL.items() if "image" in row.shown and not row.refused]
-# Their processors write several pictures of a prompt otherwise than turn by turn: numbered, and before all text.
+# Of several pictures of a prompt one numbers them, the other puts all first: a thread that grows turn by turn cannot.
 BY_TURN = ("minicpmv4_6", "paligemma2")
 
 

@@ -63,7 +63,7 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
         section = recipe.model.model_copy(update={"path": model, "revision": ""})
         planned = recipe.model_copy(update={"model": section})
     plan = for_tasks(_plan(planned), seen)
-    if plan.model is None and not ours and on_general_path(planned.model):
+    if plan.model is None and on_general_path(planned.model):
         found = [
             *found,
             "model: the sizes in its config.json are named in a way that is not known here: no memory is forecast.",
