@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
 from sensorium.models.segment_layout import Expansion, Features, Runs
+from sensorium.recipe.family_facts import DeferredModule
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.decoding import FrameRule
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.family import DefaultMedia
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items, refuse_other_rate
 from sensorium.models.segment_layout import Expansion, expansion_of
+from sensorium.recipe.family_facts import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.errors import MediaError, ModelError
 

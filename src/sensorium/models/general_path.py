@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.family import MediaFormat, Tower, group_of
 from sensorium.models.general_media import GeneralMedia, Join, StockExtent, StockInput
 from sensorium.models.segment_layout import sent_to
+from sensorium.recipe.family_facts import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import MediaError, ModelError, SensoriumError

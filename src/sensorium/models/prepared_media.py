@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from PIL import Image
 
 from sensorium.data.lru import LRU
-from sensorium.models.deferred import DeferredModule
+from sensorium.recipe.family_facts import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError, ModelError

@@ -11,11 +11,25 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from sensorium.recipe.registry import resolve, table
 from sensorium.vocabulary.errors import ModelError
+
+
+class DeferredModule:
+    """Imports a module when an attribute is first read. Files name the module itself under TYPE_CHECKING."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(import_module(self._name), attribute)
+        setattr(self, attribute, found)  # the next access costs nothing
+        return found
+
 
 GENERAL = "general"  # the family of all others, of which nothing is known beforehand
 Config = dict[str, Any]

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.qwen2_5_vl import (
     MAX_FRAME_PIXELS,
     MAX_PIXELS,
@@ -24,7 +23,7 @@ from sensorium.models.families.qwen2_5_vl import (
 from sensorium.models.families.qwen3_vl import Qwen3VLMedia
 from sensorium.models.families.rope_positions import three_axis_positions
 from sensorium.models.family import MediaFormat
-from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, affine
+from sensorium.recipe.family_facts import TEXT, DeferredModule, FamilyFacts, Shapes, affine
 from sensorium.vocabulary.decoding import FrameRule
 
 if TYPE_CHECKING:

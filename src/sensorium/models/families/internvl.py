@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.text import QWEN2
 from sensorium.models.families.tiles import TiledPictures, TiledVideos, TileTower
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, usual_settings
 from sensorium.models.segment_layout import Expansion, expansion_of
-from sensorium.recipe.family_facts import PLAIN_VISION, Config, FamilyFacts, Shapes, affine, chat_template
+from sensorium.recipe.family_facts import PLAIN_VISION, Config, DeferredModule, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.decoding import FrameRule
 

@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from math import ceil, isqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.text import QWEN2
 from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower, repeated
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items
 from sensorium.models.segment_layout import Expansion
-from sensorium.recipe.family_facts import PLAIN_VISION, Config, FamilyFacts, Shapes, affine, chat_template
+from sensorium.recipe.family_facts import PLAIN_VISION, Config, DeferredModule, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import FrameRule
 

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.data.frame_sizes import frame_rule
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.qwen2_5_vl import (
     PARTS,
     THREE_AXES,
@@ -45,7 +44,16 @@ from sensorium.models.prepared_media import (
     video_settings,
 )
 from sensorium.models.segment_layout import Expansion, Features, Runs
-from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, affine_layers, chat_template
+from sensorium.recipe.family_facts import (
+    AUDIO,
+    Config,
+    DeferredModule,
+    FamilyFacts,
+    Shapes,
+    affine,
+    affine_layers,
+    chat_template,
+)
 from sensorium.vocabulary.content import MediaKind
 
 if TYPE_CHECKING:

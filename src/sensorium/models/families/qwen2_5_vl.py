@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.data.frame_sizes import frame_rule
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.rope_positions import grid_offsets, three_axis_positions, timed_steps
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower, repeated
 from sensorium.models.prepared_media import (
@@ -18,7 +17,16 @@ from sensorium.models.prepared_media import (
     video_settings,
 )
 from sensorium.models.segment_layout import Expansion
-from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, affine_layers, chat_template
+from sensorium.recipe.family_facts import (
+    TEXT,
+    DeferredModule,
+    FamilyFacts,
+    Shapes,
+    Sizes,
+    affine,
+    affine_layers,
+    chat_template,
+)
 from sensorium.vocabulary.content import MediaKind
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.qwen2_5_vl import PARTS, ROPE, SHOWN, TOKEN_KEYS, VISION, Qwen25VL
 from sensorium.models.families.qwen3_vl import (
     EXPERTS,
@@ -20,7 +19,7 @@ from sensorium.models.families.qwen3_vl import (
     tiny_processor,
 )
 from sensorium.models.family import MediaFormat
-from sensorium.recipe.family_facts import TEXT, FamilyFacts, Sizes
+from sensorium.recipe.family_facts import TEXT, DeferredModule, FamilyFacts, Sizes
 
 if TYPE_CHECKING:
     import torch

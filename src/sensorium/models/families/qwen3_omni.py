@@ -12,7 +12,6 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.data.frame_sizes import frame_rule
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families import qwen2_5_vl
 from sensorium.models.families.qwen2_5_omni import (
     SOUND_PARTS,
@@ -41,7 +40,7 @@ from sensorium.models.families.qwen3_vl import (
 from sensorium.models.family import MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, TowerInput, refuse_other_rate
 from sensorium.models.segment_layout import Features
-from sensorium.recipe.family_facts import AUDIO, Config, FamilyFacts, Shapes, affine, chat_template
+from sensorium.recipe.family_facts import AUDIO, Config, DeferredModule, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, ModelError
 

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.data.frame_sizes import frame_rule
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.qwen2_5_vl import (
     PARTS,
     ROPE,
@@ -29,7 +28,16 @@ from sensorium.models.families.rope_positions import grid_offsets
 from sensorium.models.family import MediaFormat
 from sensorium.models.prepared_media import Extent
 from sensorium.models.segment_layout import Expansion, expansion_of
-from sensorium.recipe.family_facts import TEXT, FamilyFacts, Shapes, Sizes, affine, affine_layers, chat_template
+from sensorium.recipe.family_facts import (
+    TEXT,
+    DeferredModule,
+    FamilyFacts,
+    Shapes,
+    Sizes,
+    affine,
+    affine_layers,
+    chat_template,
+)
 
 if TYPE_CHECKING:
     import torch

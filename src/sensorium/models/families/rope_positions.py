@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sensorium.models.deferred import DeferredModule
+from sensorium.recipe.family_facts import DeferredModule
 
 if TYPE_CHECKING:
     import torch

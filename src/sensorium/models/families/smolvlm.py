@@ -17,12 +17,11 @@ from functools import lru_cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower
 from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items
 from sensorium.models.segment_layout import Expansion, expansion_of
-from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, FamilyFacts, Shapes
+from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, DeferredModule, FamilyFacts, Shapes
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import FrameRule
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sensorium.models.deferred import DeferredModule
 from sensorium.models.prepared_media import Extent, TowerInput, naming_items
 from sensorium.models.segment_layout import Features
-from sensorium.recipe.family_facts import Shapes, affine, affine_layers
+from sensorium.recipe.family_facts import DeferredModule, Shapes, affine, affine_layers
 from sensorium.vocabulary.content import Media
 
 if TYPE_CHECKING:
