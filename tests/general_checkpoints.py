@@ -90,6 +90,7 @@ class General:
     writes for a picture or a sound. ``attention``: the implementation under which the stock model is one function.
     ``pieces``: the class of its tokenizer, where that is not byte-level BPE. ``refused``: what its refusal names, where it
     cannot be trained here. ``alike``: kinds of media that its stock tower takes in one size only in a call.
+    ``one_turn``: whether its processor or its attention takes one turn only.
     """
 
     config: Callable[[Callable[[str], int]], dict[str, Any]]
@@ -102,6 +103,7 @@ class General:
     pieces: Any = None
     refused: str = ""
     alike: tuple[str, ...] = ()
+    one_turn: bool = False
 
 
 def text(**more: Any) -> dict[str, Any]:
@@ -431,6 +433,7 @@ GENERAL: dict[str, General] = {
         PREFIX,
         "eager",
         T.GemmaTokenizer,
+        one_turn=True,
     ),
     "phi4_multimodal": General(
         _phi4,
@@ -512,6 +515,27 @@ GENERAL: dict[str, General] = {
         turns=MISTRAL,
         pieces=T.LlamaTokenizer,
     ),
+    "glmasr": General(
+        lambda ids: {
+            "model_type": "glmasr",
+            "audio_token_id": ids("<|pad|>"),
+            "text_config": text(model_type="llama", head_dim=8),
+            "audio_config": {
+                "hidden_size": 32,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_mel_bins": 128,
+            },
+        },
+        lambda tokenizer, template: T.GlmAsrProcessor(
+            T.WhisperFeatureExtractor(feature_size=128), tokenizer, chat_template=template
+        ),
+        {"audio_token": "<|pad|>"},
+        ("<|begin_of_audio|>", "<|end_of_audio|>"),
+        {"audio": "<|begin_of_audio|><|pad|><|end_of_audio|>"},
+        one_turn=True,
+    ),
     "kimi_k25": General(
         _kimi,
         lambda tokenizer, template: T.Kimi_K25Processor(
@@ -523,6 +547,91 @@ GENERAL: dict[str, General] = {
         {"image_token": "<|media_pad|>", "video_token": "<|video_pad|>"},
         ("<|media_begin|>", "<|media_content|>", "<|media_end|>"),
         {"image": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"},
+    ),
+    "qwen2_vl": General(
+        lambda ids: {
+            "model_type": "qwen2_vl",
+            "image_token_id": ids("<|image_pad|>"),
+            "video_token_id": ids("<|video_pad|>"),
+            "vision_start_token_id": ids("<|vision_start|>"),
+            "vision_end_token_id": ids("<|vision_end|>"),
+            "text_config": text(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}),
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "mlp_ratio": 2,
+                "patch_size": 7,
+            },
+        },
+        lambda tokenizer, template: T.Qwen2VLProcessor(
+            T.Qwen2VLImageProcessor(patch_size=7, size={"shortest_edge": 14 * 14 * 2, "longest_edge": 28 * 28 * 2}),
+            tokenizer,
+            T.Qwen2VLVideoProcessor(patch_size=7),
+            chat_template=template,
+        ),
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        ("<|vision_start|>", "<|vision_end|>"),
+        {"image": "<|vision_start|><|image_pad|><|vision_end|>"},
+    ),
+    "llava": General(
+        lambda ids: {
+            "model_type": "llava",
+            "image_token_index": ids("<image>"),
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+            "image_seq_length": 16,
+            "text_config": text(model_type="llama", head_dim=8),
+            "vision_config": vision(model_type="clip_vision_model", num_hidden_layers=3, projection_dim=32),
+        },
+        lambda tokenizer, template: T.LlavaProcessor(
+            T.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=square(16)),
+            tokenizer,
+            patch_size=4,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=template,
+        ),
+        more=("<image>", *MISTRAL_TURNS),
+        shown={"image": "<image>\n"},
+        turns=MISTRAL,
+        pieces=T.LlamaTokenizer,
+    ),
+    "lfm2_vl": General(
+        lambda ids: {
+            "model_type": "lfm2_vl",
+            "image_token_id": ids("<image>"),
+            "projector_hidden_size": 64,
+            "text_config": text(
+                model_type="lfm2", layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False
+            ),
+            "vision_config": {
+                "model_type": "siglip2_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "patch_size": 4,
+                "num_patches": 64,
+                "vision_use_head": False,
+            },
+        },
+        lambda tokenizer, template: T.Lfm2VlProcessor(
+            T.Lfm2VlImageProcessor(
+                encoder_patch_size=4, tile_size=32, size=square(32), min_image_tokens=4, max_image_tokens=16, max_tiles=4
+            ),
+            tokenizer,
+            chat_template=template,
+        ),
+        {
+            "image_token": "<image>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail_token": "<|img_thumbnail|>",
+        },
+        tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+        {"image": "<image>"},
     ),
     "qwen3_next": General(
         lambda ids: {

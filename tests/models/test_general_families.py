@@ -286,12 +286,12 @@ LINEAR = ("minicpmv4_6", "qwen3_next")  # whose states round otherwise in chunks
 @pytest.mark.parametrize(("name", "kind"), TRAINED)
 def test_a_run_computes_what_transformers_computes(name: str, kind: str, tmp_path: Path) -> None:
     row, model = GENERAL[name], make_checkpoint(name, tmp_path / "model", 1)
-    one_turn, costly = name == "paligemma2", (name, kind) == ("phi4_multimodal", "image")  # 450 tokens a picture
+    costly = (name, kind) == ("phi4_multimodal", "image")  # 450 tokens a picture
     batch = {"prompts_per_step": 1 if costly else 2, "group_size": GROUP}
     run = play(
-        model, tmp_path / "run", kind, 1 if one_turn else 2 if costly else 3, kind in row.alike, "general", batch=batch
+        model, tmp_path / "run", kind, 1 if row.one_turn else 2 if costly else 3, kind in row.alike, "general", batch=batch
     )
-    check_run(run, model, 5e-5 if name in LINEAR else 1e-5, attention=row.attention, one_turn=one_turn)
+    check_run(run, model, 5e-5 if name in LINEAR else 1e-5, attention=row.attention, one_turn=name == "paligemma2")
     check_export(run, model, tmp_path / "out")
 
 

@@ -142,7 +142,6 @@ class StockProcessor:
             self._nested = False
             made = self._call(media[:1])
         found = [made, *(self._call([one]) for one in media[1:])]
-        pairs = {place: self._call([media[0], media[place]], between) for place in range(len(media))}
         ids = [call["input_ids"][0].tolist() for call in found]
         if not self._feature_ids.intersection(ids[0]):
             raise ModelError(f"its processor writes no token that takes features of a {self.kind}: it drops it")
@@ -152,8 +151,12 @@ class StockProcessor:
         within = self._call(media[:1], text=f"{WORD}{self.placeholder}{WORD}")["input_ids"][0].tolist()
         after, _, self.tail = self._text_after(within).partition(WORD)
         self.ends = self._text_before(within).rpartition(WORD)[2], after
-        marks = self._tokenizer(between, add_special_tokens=False)["input_ids"]
-        self.numbered = bool(between) and pairs[1]["input_ids"][0].tolist() != ids[0] + marks + ids[1]
+        try:
+            pairs = {place: self._call([media[0], media[place]], between) for place in range(len(media))}
+            marks = self._tokenizer(between, add_special_tokens=False)["input_ids"]
+            self.numbered = bool(between) and pairs[1]["input_ids"][0].tolist() != ids[0] + marks + ids[1]
+        except ValueError:  # it takes one medium a text (GLM-ASR)
+            pairs = {place: self._call([media[0], media[place]], apart=True) for place in range(len(media))}
         for key in sorted(made.keys() - {*self.type_keys, *NOT_INPUTS}):
             if not all(isinstance(call.get(key), torch.Tensor) for call in (*found, *pairs.values())):
                 raise ModelError(f"its processor gives '{key}' of a {self.kind} in a form that is no tensor")
@@ -173,16 +176,17 @@ class StockProcessor:
         ids: list[int] = self._call(media, text=text)["input_ids"][0].tolist()
         return ids
 
-    def _call(self, media: Sequence[Any], between: str = "", text: str = "") -> dict[str, Any]:
+    def _call(self, media: Sequence[Any], between: str = "", text: str = "", *, apart: bool = False) -> dict[str, Any]:
+        """What the processor makes of media in one text, or ``apart``, each in a text of its own."""
         _, argument, *_ = WORDS[self.kind]
         given: Any = list(media)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"text_kwargs": {"padding": True}} if apart else {}
         if self.kind == "picture" and self._nested:
-            given = [given]
+            given = [[medium] for medium in given] if apart else [given]
         if self.kind == "sound":
             options["sampling_rate"] = self.rate
-        text = text or between.join([self.placeholder] * len(media))
-        made = self._processor(text=[text], **{argument: given}, return_tensors="pt", add_special_tokens=False, **options)
+        texts = [self.placeholder] * len(media) if apart else [text or between.join([self.placeholder] * len(media))]
+        made = self._processor(text=texts, **{argument: given}, return_tensors="pt", add_special_tokens=False, **options)
         return dict(made)
 
     def _text_before(self, ids: Sequence[int]) -> str:
