@@ -97,3 +97,12 @@ def test_layers_that_peft_refuses_to_adapt_are_an_error_of_their_key(tmp_path: P
             load_policy(folder, store=MediaStore(), lora=LoraSection(rank=2, modules=modules))
     taken = load_policy(folder, store=MediaStore(), lora=LoraSection(rank=2, modules=("q_proj", "out_proj")))
     assert taken.adapters is not None
+
+
+def test_a_config_that_names_no_token_of_pictures_does_not_quietly_make_a_model_of_text(tmp_path: Path) -> None:
+    folder = make_checkpoint("mistral3", tmp_path / "mistral")
+    config = json.loads((folder / "config.json").read_text())
+    config["image_token_id" if "image_token_id" in config else "image_token_index"] = -1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="image_token_id"):
+        load_chat_processor(str(folder), store=MediaStore())

@@ -277,9 +277,11 @@ class GeneralMedia(DefaultMedia):
         for kind, (block, _, parts, words) in WORDS.items() if speaks else ():
             part = next((found for name in parts if (found := getattr(processor, name, None)) is not None), None)
             ids = frozenset(token for key, tokens in features if re.match(words, key) for token in tokens)
-            if part is None or not ids or getattr(config, f"{block.replace('image', 'vision')}_config", part) is None:
+            if part is None or getattr(config, f"{block.replace('image', 'vision')}_config", part) is None:
                 continue
             try:
+                if not ids:
+                    raise ModelError(f"its config.json names no token that takes its features ({block}_token_id)")
                 found = self._find(kind, block, processor, getattr(part, "sampling_rate", 0), ids)
             except Exception as error:  # whatever a processor raises that cannot be used
                 named = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
