@@ -255,8 +255,9 @@ class General:
         given: dict[str, Any] = {"input_ids": torch.tensor(tokens)[:, None], "attention_mask": mask_BT}
         if self._places:
             positions_B1 = torch.tensor(positions)[:, None]
-            given["position_ids"] = positions_B1 if self._core is None else positions_B1.expand(3, -1, 1)
-        given = {key: sent_to(device, tensor) for key, tensor in given.items()}
+            given["position_ids"] = positions_B1 if self._core is None else positions_B1.expand(3, -1, 1).contiguous()
+        # The mask grows on the device; only what is on the CPU can be pinned.
+        given = {key: sent_to(device, tensor) if tensor.device != device else tensor for key, tensor in given.items()}
         return self.call({**given, "past_key_values": cache, "use_cache": True}, 1)
 
     def logits(self, chat: ChatProcessor, several: StockRows) -> Tensor:
