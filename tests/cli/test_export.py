@@ -49,6 +49,32 @@ def test_the_export_is_the_model_and_nothing_of_ours(tmp_path: Path, capsys: pyt
     assert torch.equal(before(ids).logits, after(ids).logits)
 
 
+def test_an_export_renders_chats_with_the_runs_values_of_template_variables(tmp_path: Path) -> None:
+    from transformers import AutoProcessor
+
+    from sensorium.data.media_store import MediaStore
+    from sensorium.models.load import load_policy
+    from sensorium.models.tiny import make_tiny
+
+    source, run = make_tiny("qwen3_5", tmp_path / "source"), tmp_path / "run"
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    template = (source / "chat_template.jinja").read_text()
+    (source / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))  # as older ones have it
+    quiet = {"enable_thinking": False}
+    folder = run / "checkpoints" / "step_000001"
+    load_policy(str(source), store=MediaStore(), device="cpu", template_defaults=quiet).save(folder)
+    (folder / "COMPLETE").write_text(json.dumps({"step": 1, "files": sizes_of(folder)}))
+    (run / "recipe.yaml").write_text(json.dumps({"model": {"path": str(source), "chat_template_kwargs": quiet}}))
+    notes = export(folder, tmp_path / "out")
+    assert any("enable_thinking=False" in note for note in notes)
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
+    for folder, closed in ((tmp_path / "out", True), (source, False)):
+        text = AutoProcessor.from_pretrained(folder).apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        assert ("</think>" in text) is closed
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"]
+    assert written == (tmp_path / "out" / "chat_template.jinja").read_text()
+
+
 def adapted(run: Path) -> Path:
     """A checkpoint of a tiny text model with adapters, as a trainer leaves it."""
     import torch

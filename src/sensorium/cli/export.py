@@ -6,6 +6,7 @@ config, tokenizer, template and processor files, and its weight names, shapes an
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from sensorium.models.checkpoint_path import CheckpointSource
     from sensorium.recipe.schema import ModelSection
 
+TEMPLATE = "chat_template.jinja"
 NOT_THE_MODEL = (TRAINER_FOLDER, MARKER, ADAPTER_FOLDER)
 COPIED = (
     "ATTENTION: {problem}. So the checkpoint was copied as it is in the run: the layout that transformers 5 writes, which "
@@ -105,8 +107,11 @@ def export(
             from sensorium.models.published_layout import write_published
 
             recipe = _run_of(checkpoint).recipe
-            unused = _model_section(recipe).unused_weights if recipe.is_file() else ()
+            section = _model_section(recipe) if recipe.is_file() else None
+            unused = () if section is None else section.unused_weights
             notes += write_published(checkpoint, published, draft, unused).sentences()
+            if section is not None and section.chat_template_kwargs:
+                notes.append(_take_template(checkpoint, draft, section))
         else:
             _copy(checkpoint / ADAPTER_FOLDER if adapter else checkpoint, draft)
     return notes
@@ -137,6 +142,18 @@ def _exporting(target: Path) -> Iterator[Path]:
     except WriteFailed as error:
         error.add_note("Then export again.")
         raise
+
+
+def _take_template(checkpoint: Path, draft: Path, section: "ModelSection") -> str:
+    """Let an export render chats as its run did: with the recipe's values of the template's variables."""
+    template = (checkpoint / TEMPLATE).read_text(encoding="utf-8")
+    (draft / TEMPLATE).write_text(template, encoding="utf-8")
+    for name in ("tokenizer_config.json", "chat_template.json"):  # where older readers look for it
+        if (draft / name).is_file() and "chat_template" in (config := read_json(draft / name, "Copy it again.")):
+            written = json.dumps({**config, "chat_template": template}, indent=2, ensure_ascii=False)
+            (draft / name).write_text(written, encoding="utf-8")
+    values = ", ".join(f"{name}={value!r}" for name, value in section.chat_template_kwargs.items())
+    return f"{TEMPLATE} is the run's, with its model.chat_template_kwargs: {values}"
 
 
 def _copy(origin: Path, draft: Path) -> None:
@@ -203,7 +220,8 @@ def _model_section(recipe: Path) -> "ModelSection":
     known = {key: given[key] for key in ("path", "revision") if isinstance(given.get(key), str)}
     if "path" not in known:
         raise CheckpointError(f"'{recipe}' is damaged: it names no model.path. Name the source with --source.")
-    return ModelSection(**known, unused_weights=tuple(map(str, given.get("unused_weights") or ())))
+    unused, variables = given.get("unused_weights") or (), given.get("chat_template_kwargs") or {}
+    return ModelSection(**known, unused_weights=tuple(map(str, unused)), chat_template_kwargs=variables)
 
 
 def _source_of(checkpoint: Path) -> "CheckpointSource":
