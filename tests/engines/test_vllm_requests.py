@@ -32,6 +32,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EngineError, EngineLost, RecipeError, SpanMismatch
 
+from ..models.clips import heard_clip
 from .conftest import Bench
 
 
@@ -64,16 +65,40 @@ def test_ranges_cover_the_expansion_and_masks_the_pads(family: str, benches: Cal
             tower_fields(placed, replace(given, patches_PC=given.patches_PC[1:]), bench.policy.chat.media_format)
 
 
-def test_seconds_of_a_frame_give_our_positions_by_the_other_formula(benches: Callable[[str], Bench]) -> None:
-    bench = benches("qwen2_5_vl")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe"])
+def test_seconds_of_a_frame_give_our_positions_by_the_other_formula(family: str, benches: Callable[[str], Bench]) -> None:
+    bench = benches(family)
     media_format: Any = bench.policy.chat.media_format
+    per_second = media_format.vision.tokens_per_second if family == "qwen2_5_vl" else media_format.positions_a_second
     for frames, seconds in ((4, 4.0), (5, 3.3), (8, 2.9), (6, 0.7)):
         placed = prompt_of(bench, bench.clip(frames, frames=frames, seconds=seconds)).media[0]
         given = bench.policy.chat.prepared.get([placed.media])[0]
         held = tower_fields(placed, given, media_format)["second_per_grid_ts"].item()
-        steps = media_format.blocks(given.extent)[0][0].unique().tolist()
-        factor = held * media_format.vision.tokens_per_second
+        ids_T = torch.tensor(media_format.expand(given.extent).ids)
+        steps = media_format.positions(ids_T, [given.extent])[0].unique().tolist()
+        factor = held * per_second
         assert sorted({int(k * factor) for k in range(given.extent.grid[0])}) == steps
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_a_sound_is_its_mel_frames(family: str, benches: Callable[[str], Bench]) -> None:
+    bench = benches(family)
+    prompt = prompt_of(bench, "hear", bench.tone(1, 1.3), "what?")
+    check(bench, prompt)
+    (placed,) = prompt.media
+    assert placed.mask is None
+    given = bench.policy.chat.prepared.get([placed.media])[0]
+    fields = tower_fields(placed, given, bench.policy.chat.media_format)
+    assert torch.equal(fields["input_audio_features"], given.patches_PC.T)
+    assert fields["audio_feature_lengths"].tolist() == [len(given.patches_PC)]
+    with pytest.raises(SpanMismatch, match="mel frames"):
+        tower_fields(placed, replace(given, patches_PC=given.patches_PC[1:]), bench.policy.chat.media_format)
+
+
+def test_a_video_with_its_sound_is_refused(benches: Callable[[str], Bench]) -> None:
+    bench = benches("qwen2_5_omni")
+    with pytest.raises(EngineError, match="with its sound"):
+        prompt_of(bench, heard_clip(bench.policy.chat.store, 1), "what?")
 
 
 def test_a_request_that_would_end_vllm_is_refused(benches: Callable[[str], Bench]) -> None:
@@ -107,7 +132,7 @@ def test_weights_are_pushed_under_their_published_names() -> None:
         "model.language_model.rotary_emb.inv_freq": torch.ones(3),
     }
     parameters = [name for name in tensors if "inv_freq" not in name]
-    sent = published(tensors, parameters, tied=True)
+    sent = published(tensors, parameters, tied=True, turned=True)
     assert sent.aliases == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
     assert sent.tensors.keys() == {
         "model.language_model.embed_tokens.weight",
@@ -116,6 +141,10 @@ def test_weights_are_pushed_under_their_published_names() -> None:
     }
     assert torch.equal(sent.tensors["model.language_model.layers.0.mlp.experts.gate_up_proj"], experts.transpose(1, 2))
     assert published(tensors, parameters, tied=False).aliases == {}
+    thinker = published(tensors, parameters, tied=True, under="thinker.")
+    assert thinker.aliases == {"thinker.lm_head.weight": "thinker.model.language_model.embed_tokens.weight"}
+    assert thinker.tensors.keys() == {f"thinker.{name}" for name in sent.tensors}
+    assert torch.equal(thinker.tensors["thinker.model.language_model.layers.0.mlp.experts.gate_up_proj"], experts)
     with pytest.raises(EngineError, match="lack 1 parameters of the model, lm_head"):
         published(tensors, [*parameters, "lm_head.weight"], tied=False)
 
@@ -135,11 +164,11 @@ def test_a_push_carries_whole_layers_of_what_may_have_changed() -> None:
     assert changes.select(layers, list(layers)) == {*layers}
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3", "qwen2_5_omni", "qwen3_omni_moe", "qwen3_5"])
 def test_probes_tell_right_log_probs_from_wrong_ones(family: str, benches: Callable[[str], Bench]) -> None:
     policy = benches(family).policy
     probes = make_probes(policy)
-    assert [probe.modality for probe in probes] == (["text"] if family == "qwen3" else ["text", "picture", "video"])
+    assert [probe.modality for probe in probes] == ["text", *policy.chat.media_format.placeholders]
     for probe in probes:
         check_prompt(probe.prompt, "probe", policy.vocab_size, 512, policy.chat.media_format.placeholders)
         written = [token for token in range(policy.vocab_size) if token not in policy.chat.forbidden_ids][:3]
@@ -219,15 +248,16 @@ def recipe_of(**sections: Any) -> Recipe:
         ({"rollout": {**EAGER, "top_p": 0.9}}, "top_p and rollout.top_k"),
         ({"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"push": "ipc"}}}}, "on a CPU use file"),
         ({"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"restarts": -1}}}}, "restarts is -1"),
-        ({"model": {"path": "tiny:qwen2_5_omni"}}, "family 'qwen2_5_omni'"),
-        ({"model": {"path": "tiny:qwen3_vl_moe"}}, "does not take the experts"),
+        ({"model": {"path": "tiny:internvl"}}, "family 'internvl'"),
+        ({"model": {"path": "tiny:qwen3_5", "dtype": "float32"}}, "model.dtype: bfloat16"),
+        ({"model": {"path": "tiny:qwen3_5", "dtype": "bfloat16", "lora": {"rank": 4}}}, "take no adapters"),
+        ({"model": {"path": "tiny:qwen2_5_omni", "lora": {"rank": 4, "groups": ["vision"]}}}, "names 'vision'"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4, "groups": ["head"]}}}, "names 'head'"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 513}}}, "rank 512 at most"),
         (
             {"rollout": {**EAGER, "engine": {"name": "vllm", "options": {"restarts": 1}}}, **ACROSS},
             "in the middle of changing",
         ),
-        ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4}}, **ACROSS}, "adapter that a response began with"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_at_the_dry_run(sections: dict[str, Any], told: str) -> None:
@@ -242,6 +272,7 @@ def test_what_is_different_with_vllm_is_told_at_the_dry_run() -> None:
     assert "vLLM 0.32.0 for CPUs" in told
     assert "does not repeat bit for bit" in told
     assert "enable_tower_connector_lora" in told
+    assert "whole blocks" in " ".join(look_at(recipe_of(model={"path": "tiny:qwen3_5", "dtype": "bfloat16"})))
 
 
 ARGUMENTS = """

@@ -18,12 +18,13 @@ import sensorium as sn
 from sensorium.recipe.family_facts import FAMILIES
 from tests.families import FAMILY_ROWS, LAYOUTS
 
+from ..engines import float32_delta_nets
 from .test_published_layout import exported
 
 READER = Path(__file__).with_name("export_reader.py")
 IN_VLLM = [
     "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "InternVL3-8B-hf", "LLaVA-OneVision-7B", "Qwen2.5-Omni-7B",
-    "SmolVLM2-2.2B", "Qwen3-Omni-30B-A3B",
+    "SmolVLM2-2.2B", "Qwen3-Omni-30B-A3B", "Qwen3.5-2B", "Qwen3.5-9B", "Qwen3.5-35B-A3B",
 ]  # fmt: skip
 READERS = {
     "transformers 4": ("TRANSFORMERS_4_PYTHON", "transformers", list(LAYOUTS)),
@@ -68,6 +69,10 @@ def test_an_export_answers_elsewhere_as_our_engine_does(reader: str, tmp_path: P
     (tmp_path / "job.json").write_text(json.dumps(job))
     answers = tmp_path / "answers.json"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    if how == "vllm":  # whose gated delta nets on a CPU are bfloat16 alone
+        float32_delta_nets.install(tmp_path)
+        root = Path(__file__).parents[2]
+        environment |= {"PYTHONPATH": f"{tmp_path}:{root}", "VLLM_PLUGINS": float32_delta_nets.PLUGIN}
     done = subprocess.run(
         [python, str(READER), how, str(tmp_path / "job.json"), str(answers)],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,

@@ -172,13 +172,18 @@ class Adapters:
             file, tensor = files[common_name(name)]
             file.overwrite(tensor, raw_bytes(weight_OI))
 
-    def save(self, folder: Path) -> None:
-        """Write the adapters as a standard peft folder, for ``PeftModel.from_pretrained(base, folder)``."""
+    def save(self, folder: Path, *, under: str = "") -> None:
+        """Write the adapters as a standard peft folder, for ``PeftModel.from_pretrained(base, folder)``.
+
+        ``under``: the prefix of the model's names in a base that holds more than this model.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {_key(name): parameter.detach().contiguous() for name, parameter in self.parameters.items()}
+        tensors = {_key(under + name): parameter.detach().contiguous() for name, parameter in self.parameters.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         config = _config(self.section, sorted(self.layers), self.base)
-        config.target_modules = sorted(self.layers)  # peft makes a set, written in a different order every time
+        config.target_modules = [
+            under + layer for layer in sorted(self.layers)
+        ]  # peft makes a set, written in a different order every time
         config.inference_mode = True
         config.save_pretrained(str(folder))
 

@@ -57,10 +57,11 @@ class FamilyFacts:
     ``tables``: how the names of two-dimensional weights end that are no linear layers.
     ``unloaded``: patterns of published weights that are left out on purpose. ``names``: what published names contain.
     ``requires``: a package it cannot do without, and why. ``vllm``: its log-probs from vLLM were held to the native
-    engine's, so that engine may sample it. ``query_bias``, ``query_norm``: whether queries and keys (and values) of its own
-    language model have biases, or norms; ``query_gate``: its queries come with a gate of the same size. ``sandwich``: norms
-    stand before and after attention and MLP, whose gate and up are one layer. ``light_tower``: the blocks of its vision
-    tower are functions that keep little for the backward pass (``models/tower.py``).
+    engine's, so that engine may sample it. ``turned_experts``: published experts have their last two axes the other way
+    round. ``query_bias``, ``query_norm``: whether queries and keys (and values) of its own language model have biases, or
+    norms; ``query_gate``: its queries come with a gate of the same size. ``sandwich``: norms stand before and after
+    attention and MLP, whose gate and up are one layer. ``light_tower``: the blocks of its vision tower are functions that
+    keep little for the backward pass (``models/tower.py``).
     ``stands_in``: ``sensorium validate`` takes its tiny model in place of a checkpoint that is not on this machine and
     whose name tells no family.
     """
@@ -88,6 +89,7 @@ class FamilyFacts:
     names: tuple[str, ...] = ()
     requires: tuple[str, str] | None = None
     vllm: bool = False
+    turned_experts: bool = False
     query_bias: bool = False
     query_norm: bool = False
     query_gate: bool = False
@@ -115,6 +117,11 @@ class FamilyFacts:
     def has_delta_nets(self) -> bool:
         """Whether some layers of its language model are gated delta nets."""
         return "linear_num_value_heads" in self.text
+
+    @property
+    def is_thinker(self) -> bool:
+        """Whether it is one part of the published models, below ``thinker.``; the others speak."""
+        return self.prefix.endswith("Thinker")
 
     @property
     def model_class(self) -> str:

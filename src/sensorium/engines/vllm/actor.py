@@ -5,7 +5,7 @@
                vLLM no longer has a medium: it must be sent again          {unknown}
     cancel     end a request that nobody waits for any more                no answer
     push       pause, load weights, drop what others computed              {pause_s, load_s}
-    lora       load an adapter, drop earlier ones that nobody uses         {}
+    lora       pause, replace the adapter, drop what the last one computed  {pause_s, load_s}
     reset      keep nothing of earlier rollouts                            {}
     look       answer if vLLM's core still takes questions                 {}
     close      end
@@ -20,7 +20,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from sensorium.cluster.channel import Channel, Message, plain_error
 from sensorium.cluster.python_process import guard_group, mapped_segments, parent_sockets, remove_segments
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
-PATCHES = ("pixel_values", "pixel_values_videos")
+PATCHES = {"pixel_values": 0, "pixel_values_videos": 0, "input_audio_features": 1}
+"""Numbers for towers, and along which axis those of several media are joined."""
 
 
 def engine_input(message: Mapping[str, Any]) -> Any:
@@ -59,12 +60,12 @@ def engine_input(message: Mapping[str, Any]) -> Any:
 
 
 def _item(modality: str, fields: Mapping[str, Tensor]) -> Any:
-    """One medium in vLLM's form: patches are flat, all else is one row for each medium and stays on the CPU."""
+    """One medium in vLLM's form: patches and mel frames are flat, all else is one row for each and stays on the CPU."""
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     config = {
-        name: MultiModalFieldConfig.flat_from_sizes(modality, torch.tensor([len(tensor)]))
+        name: MultiModalFieldConfig.flat_from_sizes(modality, torch.tensor([tensor.shape[PATCHES[name]]]), PATCHES[name])
         if name in PATCHES
         else MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
         for name, tensor in fields.items()
@@ -86,7 +87,6 @@ class Actor:
         self.segments: set[Path] = set()  # of shared memory: vLLM leaves some behind
         self._engine: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._adapters: dict[int, int] = {}  # open requests by the number of their adapter
         self._adapter: Any = None
         self._version = 0
 
@@ -159,18 +159,12 @@ class Actor:
 
     async def _generate(self, message: Message) -> Message:
         prompt = engine_input(message)
-        adapter = self._adapter
-        key = 0 if adapter is None else adapter.lora_int_id
-        self._adapters[key] = self._adapters.get(key, 0) + 1
         output = None
-        try:
-            stream = self._engine.generate(prompt, self._params(message), f"r{message['id']}", lora_request=adapter)
-            async for output in stream:
-                if message["streamed"] and output.outputs and not output.finished:
-                    part = {**_written(output.outputs[0]), "version": self._version}
-                    self._answers.send({"id": message["id"], "part": part})
-        finally:
-            self._adapters[key] -= 1
+        stream = self._engine.generate(prompt, self._params(message), f"r{message['id']}", lora_request=self._adapter)
+        async for output in stream:
+            if message["streamed"] and output.outputs and not output.finished:
+                part = {**_written(output.outputs[0]), "version": self._version}
+                self._answers.send({"id": message["id"], "part": part})
         if output is None or not output.outputs:
             raise EngineError("vLLM ended a request without an output.")
         written = output.outputs[0]
@@ -208,36 +202,42 @@ class Actor:
         """Load weights. Open requests continue, with keys, values and features of the new weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        engine, started = self._engine, time.perf_counter()
-        await engine.pause_generation(mode="keep", clear_cache=False)
-        paused = time.perf_counter()
-        await engine.start_weight_update()
-        await engine.update_weights(WeightTransferUpdateRequest(update_info=message["update"]))
-        if self._tells_versions:
-            await engine.finish_weight_update(str(message["version"]))
-        else:
-            await engine.finish_weight_update()
-        await self._forget()
-        self._version = message["version"]
-        # After a failure above the engine stays paused, with weights on the meta device: a request would end it. Only
-        # another push, or a new engine, repairs it.
-        await engine.resume_generation()
-        return {"pause_s": paused - started, "load_s": time.perf_counter() - paused}
+        async def load() -> None:
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=message["update"]))
+            if self._tells_versions:
+                await self._engine.finish_weight_update(str(message["version"]))
+            else:
+                await self._engine.finish_weight_update()
+
+        return await self._replace(load, message["version"])
 
     async def _lora(self, message: Message) -> Message:
-        """Load an adapter. Each version has a new number: vLLM would keep the earlier adapter of a known number."""
+        """Replace the adapter. Open requests continue with the new one: all name it, and vLLM has no other."""
         from vllm.lora.request import LoRARequest
 
-        request = LoRARequest(f"version-{message['number']}", message["number"], message["path"])
-        await self._engine.add_lora(request)
-        self._adapter = request
-        for number in [number for number, open_ in self._adapters.items() if not open_ and number != message["number"]]:
-            del self._adapters[number]
-            if number:
-                await self._engine.remove_lora(number)
-        if self._tells_versions:
-            await self._engine.update_weight_version(str(message["version"]))
-        return {}
+        async def load() -> None:
+            if self._adapter is not None:  # vLLM would keep the earlier adapter of a number that it knows
+                await self._engine.remove_lora(self._adapter.lora_int_id)
+            self._adapter = LoRARequest("policy", 1, message["path"])
+            await self._engine.add_lora(self._adapter)
+            if self._tells_versions:
+                await self._engine.update_weight_version(str(message["version"]))
+
+        return await self._replace(load, message["version"])
+
+    async def _replace(self, load: Callable[[], Awaitable[None]], version: int) -> Message:
+        """Pause with all requests kept, load, drop what was computed before, and go on."""
+        started = time.perf_counter()
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        paused = time.perf_counter()
+        await load()
+        await self._forget()
+        self._version = version
+        # After a failure above the engine stays paused, with weights on the meta device: a request would end it. Only
+        # another push, or a new engine, repairs it.
+        await self._engine.resume_generation()
+        return {"pause_s": paused - started, "load_s": time.perf_counter() - paused}
 
     async def _reset(self, message: Message) -> Message:
         await self._forget()

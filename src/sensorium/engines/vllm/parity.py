@@ -25,7 +25,7 @@ from sensorium.vocabulary.errors import EngineLost
 
 # The largest mean difference of log-probs that is rounding. Tiny models in float32 stay below 2e-6.
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
-TEXT_TOKENS, WRITTEN_TOKENS = 40, 8
+TEXT_TOKENS, WRITTEN_TOKENS, MEL_FRAMES = 40, 8, 100
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def make_probes(policy: Policy) -> list[Probe]:
     pads = chat.media_format.placeholders
     allowed = sorted({*range(chat.vocab_size)} - {*chat.forbidden_ids, *chat.stop_ids})
     generator = torch.Generator().manual_seed(0)
-    media_kinds: tuple[MediaKind, ...] = ("picture", "video")
+    media_kinds: tuple[MediaKind, ...] = ("picture", "video", "sound")
     probes = []
     for kind in (None, *(kind for kind in media_kinds if kind in pads)):
         text = [allowed[i] for i in torch.randint(len(allowed), (TEXT_TOKENS,), generator=generator).tolist()]
@@ -71,11 +71,12 @@ def make_probes(policy: Policy) -> list[Probe]:
         if kind is not None:
             media = Media(kind, f"probe-{kind}", "probe")
             inputs[media] = _noise(policy, kind, generator)
-            if kind in chat.media_format.own_marks:
-                text.insert(2, pads[kind])
-            else:  # vLLM's positions look for the marks around it
-                start, end = chat.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
-                text[2:2] = [start, pads[kind], end]
+            # vLLM's positions look for the marks around it
+            sense = "audio" if kind == "sound" else "vision"
+            marks = [getattr(policy.model.config, f"{sense}_{end}_token_id", None) for end in ("start", "end")]
+            text[2:2] = (
+                [pads[kind]] if None in marks or kind in chat.media_format.own_marks else [marks[0], pads[kind], marks[1]]
+            )
             spans = (MediaSpan(text.index(pads[kind]), media),)
         segment = Segment("environment", tuple(text), spans)
         source = _ProbeMedia(inputs)
@@ -86,7 +87,10 @@ def make_probes(policy: Policy) -> list[Probe]:
 
 
 def _noise(policy: Policy, kind: MediaKind, generator: torch.Generator) -> TowerInput:
-    """A medium of two by two features, a video of two such steps at its first two seconds."""
+    """A medium of two by two features, a video of two such steps at its first two seconds, a sound of a second."""
+    if kind == "sound":
+        mels = policy.model.config.audio_config.num_mel_bins
+        return TowerInput(torch.randn(MEL_FRAMES, mels, generator=generator), Extent("sound", (MEL_FRAMES, 1, 1)))
     vision: Any = policy.chat.media_format.vision  # type: ignore[attr-defined]
     side, steps = 2 * vision.spatial_merge_size, 2 if kind == "video" else 1
     per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -33,7 +33,7 @@ from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
-MODALITIES: dict[MediaKind, str] = {"picture": "image", "video": "video"}
+MODALITIES: dict[MediaKind, str] = {"picture": "image", "video": "video", "sound": "audio"}
 NUDGES = (1.0, 1 + 1e-6, 1 - 1e-6, 1 + 1e-4, 1 - 1e-4)
 
 
@@ -80,7 +80,13 @@ def lay_out(
     for segment in context:
         layout = layout_of(segment)
         for slot in layout.slots:
-            moved, expansion = slot.moved(len(ids)), media_format.expand(extent_of(slot.media))
+            extent = extent_of(slot.media)
+            if extent.has_sound:
+                raise EngineError(
+                    f"{slot.media.name} is a video with its sound, and vLLM gives those other positions than the model was "
+                    "trained with. Show it without its sound, or use rollout.engine: native."
+                )
+            moved, expansion = slot.moved(len(ids)), media_format.expand(extent)
             media.append(PlacedMedia(slot.media, moved.start - expansion.runs[0][0], len(expansion.ids), moved.runs))
         ids += layout.ids_T.tolist()
     return EnginePrompt(tuple(ids), tuple(media))
@@ -104,8 +110,6 @@ def check_prompt(
     end = 0
     taking: set[int] = set()
     for placed in prompt.media:
-        if placed.media.kind not in MODALITIES:
-            raise EngineError(f"{placed.media.kind} {placed.media.name}: the engine vllm takes text, pictures and videos.")
         if placed.start < end or placed.start + placed.length > length:
             raise mismatch(placed.media, f"its tokens {placed.start} to {placed.start + placed.length} of {length} overlap")
         end = placed.start + placed.length
@@ -121,8 +125,16 @@ def check_prompt(
 
 
 def tower_fields(placed: PlacedMedia, given: TowerInput, media_format: Any) -> dict[str, Tensor]:
-    """The tensors of one medium under the names of vLLM's models; a wrong number of patches is refused."""
+    """The tensors of one medium under the names of vLLM's models; a wrong number of patches or mel frames is refused."""
     time, height, width = given.extent.grid
+    if placed.media.kind == "sound":
+        if len(given.patches_PC) != time or placed.features != len(media_format.expand(given.extent).ids):
+            raise mismatch(placed.media, f"{len(given.patches_PC)} mel frames of {time} for {placed.features} features")
+        return {
+            "input_audio_features": given.patches_PC.T.contiguous(),
+            "audio_feature_lengths": torch.tensor([time]),
+            "feature_attention_mask": torch.ones(1, time, dtype=torch.long),
+        }
     merged = media_format.vision.spatial_merge_size**2
     if len(given.patches_PC) != time * height * width or placed.features * merged != len(given.patches_PC):
         raise mismatch(
@@ -133,10 +145,11 @@ def tower_fields(placed: PlacedMedia, given: TowerInput, media_format: Any) -> d
     if placed.media.kind == "picture":
         return {"pixel_values": given.patches_PC, "image_grid_thw": grid}
     fields = {"pixel_values_videos": given.patches_PC, "video_grid_thw": grid}
-    per_second = getattr(media_format.vision, "tokens_per_second", None)
+    per_second = getattr(media_format, "positions_a_second", getattr(media_format.vision, "tokens_per_second", None))
     if per_second is None:
         return fields | {"timestamps": torch.zeros(1, time)}  # not read: the expanded ids have them as text
-    steps = media_format.blocks(given.extent)[0][0].reshape(time, -1)[:, 0].tolist()
+    ids_T = torch.tensor(media_format.expand(given.extent).ids)
+    steps = media_format.positions(ids_T, [given.extent])[0].reshape(time, -1)[:, 0].tolist()
     return fields | {"second_per_grid_ts": torch.tensor([_step_seconds(steps, per_second, placed.media)])}
 
 

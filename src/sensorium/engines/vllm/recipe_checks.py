@@ -170,8 +170,8 @@ def look_at(recipe: Recipe) -> Iterator[str]:
     shape = read_shape(recipe.model.path, recipe.model.revision)
     on_cpu = found.on_cpu or recipe.model.device == "cpu"
     if shape is not None:
-        refuse_family(shape.family, on_cpu=on_cpu)
-    refuse_adapters(recipe.model.lora.groups if recipe.model.lora.rank else ())
+        refuse_family(shape.family, recipe.model.dtype, on_cpu=on_cpu)
+        refuse_adapters(shape.family, recipe.model.lora.groups if recipe.model.lora.rank else (), on_cpu=on_cpu)
     if recipe.model.lora.rank > LORA_RANKS[-1]:
         raise RecipeError(
             f"model.lora.rank is {recipe.model.lora.rank}, and vLLM takes adapters of rank {LORA_RANKS[-1]} at most. Lower "
@@ -197,6 +197,11 @@ def look_at(recipe: Recipe) -> Iterator[str]:
             f"rollout.engine: vLLM takes {vllm_share(recipe):g} of its GPU (rollout.engine.options.gpu_share), which is "
             "not in the forecast of memory"
         )
+    if shape is not None and FAMILIES[shape.family].has_delta_nets:
+        yield (
+            "rollout.engine: vLLM keeps states of gated delta nets after whole blocks of hundreds of tokens alone: the "
+            "rest of a shared prompt, or of earlier turns, is computed for each response"
+        )
     if TOWER_GROUPS & {*recipe.model.lora.groups} and recipe.model.lora.rank:
         yield "rollout.engine: adapters of the vision tower are switched on in vLLM (enable_tower_connector_lora)"
 
@@ -214,21 +219,15 @@ def _refuse_across_updates(recipe: Recipe, found: VllmVersion) -> None:
             "be in the middle of changing. Leave it out and set cluster.engines: 2 or more: one that dies is replaced "
             "(cluster.restarts), and samples after the next push."
         )
-    if recipe.model.lora.rank:
-        raise RecipeError(
-            "schedule: asynchronous updates weights while responses are open, and with model.lora vLLM goes on with the "
-            "adapter that a response began with, but names the newer one. Use schedule: one_step_off, or rollout.engine: "
-            "process."
-        )
 
 
-def refuse_family(family: str, *, on_cpu: bool) -> None:
-    """Refuse a family whose log-probs were never compared, and one whose weights cannot be pushed."""
+def refuse_family(family: str, dtype: str, *, on_cpu: bool) -> None:
+    """Refuse a family whose log-probs were never compared, and gated delta nets where vLLM's kernels do not take them."""
     facts = FAMILIES.get(family)
-    if on_cpu and facts is not None and facts.vllm and facts.has_experts:
+    if facts is not None and facts.vllm and facts.has_delta_nets and on_cpu and dtype != "bfloat16":
         raise RecipeError(
-            f"rollout.engine: vLLM does not take the experts of family '{family}' from a push on a CPU: it would continue"
-            " with other weights, without an error. Use rollout.engine: native, or process."
+            f"model.dtype is {dtype}, and vLLM's gated delta nets on a CPU (family '{family}') are bfloat16 alone. Set "
+            "model.dtype: bfloat16, or use rollout.engine: native, or process."
         )
     if facts is None or not facts.vllm:
         sampled = ", ".join(name for name, of_name in FAMILIES.items() if of_name.vllm)
@@ -238,12 +237,19 @@ def refuse_family(family: str, *, on_cpu: bool) -> None:
         )
 
 
-def refuse_adapters(groups: tuple[str, ...]) -> None:
+def refuse_adapters(family: str, groups: tuple[str, ...], *, on_cpu: bool) -> None:
     """Refuse adapters where vLLM has none."""
-    if strange := sorted({*groups} - TOWER_GROUPS - {"language"}):
+    facts = FAMILIES.get(family)
+    hears, has_delta_nets = facts is not None and bool(facts.audio), facts is not None and facts.has_delta_nets
+    if strange := sorted({*groups} - (frozenset() if hears else TOWER_GROUPS) - {"language"}):
         raise RecipeError(
-            f"model.lora.groups names '{strange[0]}': vLLM adapts the language model and the vision tower alone. Leave it "
-            "out, or use rollout.engine: native."
+            f"model.lora.groups names '{strange[0]}': of family '{family}' vLLM adapts the language model"
+            f"{'' if hears else ' and the vision tower'} alone. Leave it out, or use rollout.engine: native."
+        )
+    if groups and has_delta_nets and on_cpu:
+        raise RecipeError(
+            f"model.lora: vLLM's gated delta nets on a CPU (family '{family}') take no adapters. Train all weights, or use "
+            "rollout.engine: native, or process."
         )
 
 

@@ -39,6 +39,7 @@ from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.engines.vllm.weights import ChangedWeights, published, pushed_by
 from sensorium.engines.weight_group import WeightSender
 from sensorium.models.policy import Policy
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.episode import VersionSpan
 from sensorium.vocabulary.errors import EngineError, EngineLost
@@ -58,13 +59,21 @@ def backend_of(options: Mapping[str, Any], device: str, *, own_device: bool) -> 
 
 
 def describe(policy: Policy, folder: Path) -> None:
-    """Write all of a checkpoint but its weights, as vLLM reads it."""
+    """Write all of a checkpoint but its weights, as vLLM reads it: with what transformers 5 leaves out of configs."""
     policy.save_description(folder)
-    if policy.experts_per_token:  # transformers omits what it always does, and vLLM asks for it
-        path = folder / "config.json"
-        config = json.loads(path.read_text())
+    path, facts = folder / "config.json", FAMILIES.get(policy.family)
+    config = json.loads(path.read_text())
+    if policy.experts_per_token:
         config.get("text_config", config).setdefault("norm_topk_prob", True)
-        path.write_text(json.dumps(config, indent=2))
+    if facts is not None and facts.is_thinker:  # vLLM knows the whole model alone, of which it loads the thinker
+        config["text_config"].setdefault("tie_word_embeddings", config.get("tie_word_embeddings", False))
+        vision = config["vision_config"]
+        if "num_position_embeddings" in vision:
+            side = round(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"]
+            config["vision_config"] = {"image_size": side, "apply_vit_abs_pos_embed": True} | vision
+        name = f"{facts.prefix.removesuffix('Thinker')}ForConditionalGeneration"
+        config = {"architectures": [name], "model_type": policy.family, "thinker_config": config}
+    path.write_text(json.dumps(config, indent=2))
 
 
 def engine_arguments(options: Mapping[str, Any], policy: Policy, version: VllmVersion, folder: Path) -> dict[str, Any]:
@@ -94,11 +103,14 @@ def engine_arguments(options: Mapping[str, Any], policy: Policy, version: VllmVe
         given |= {"block_size": 32}  # vLLM's smallest: prompts shorter than a block are computed for each sample
     else:
         given |= {"gpu_memory_utilization": options["gpu_share"]}
+    facts = FAMILIES.get(policy.family)
+    if facts is not None and facts.has_delta_nets:  # vLLM would take the model's dtype where the config has none
+        given |= {"mamba_ssm_cache_dtype": "float32"}
     if policy.adapters is not None:
         section = policy.adapters.section
         given |= {
             "enable_lora": True,
-            "max_loras": 2,  # responses that span a push go on with the adapter they began with
+            "max_loras": 1,
             "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= section.rank),
         }
         if TOWER_GROUPS & {*section.groups}:
@@ -178,9 +190,10 @@ class VllmEngine:
         self._backend = backend_of(self._options, policy.device.type, own_device=own_device)
         dtype = str(policy.dtype).removeprefix("torch.")
         groups = () if policy.adapters is None else policy.adapters.section.groups
-        refuse_family(policy.model.config.model_type, on_cpu=policy.device.type == "cpu")
-        refuse_dtype(dtype, on_cpu=policy.device.type == "cpu")
-        refuse_adapters(groups)
+        on_cpu = self._vllm.on_cpu or policy.device.type == "cpu"
+        refuse_family(policy.family, dtype, on_cpu=on_cpu)
+        refuse_dtype(dtype, on_cpu=on_cpu)
+        refuse_adapters(policy.family, groups, on_cpu=on_cpu)
         self.capabilities = Capabilities(
             policy.chat.modalities, deterministic=False, sampling=SAMPLING_OPTIONS, in_flight=True, own_weights=True
         )
@@ -205,7 +218,9 @@ class VllmEngine:
         self._open: set[str] = set()
         self._replacing = threading.Lock()
         self._kinds = OneKindAtATime()
-        self._adapters_written = 0
+        facts = FAMILIES.get(policy.family)
+        self._under = "thinker." if facts is not None and facts.is_thinker else ""
+        self._turned = facts is not None and facts.turned_experts
 
     @property
     def pid(self) -> int | None:
@@ -384,28 +399,32 @@ class VllmEngine:
 
     def _push(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
         names = self._changed.select(tensors, self._parameters)
-        sent = published(tensors, [name for name in self._parameters if name in names], tied=self._tied)
+        parameters = [name for name in self._parameters if name in names]
+        sent = published(tensors, parameters, tied=self._tied, turned=self._turned, under=self._under)
         with pushed_by(self._backend, sent, self._shared_folder, self._weights) as update:
-            try:
-                answer = self._ask({"do": "push", "update": update, "version": version})
-            except EngineError as error:  # vLLM is left paused and without weights: a request would wait forever
-                lost = EngineLost(f"the push of weights of version {version} into vLLM failed: {error}")
-                self._running().actor.fail(lost)
-                raise lost from error
+            answer = self._replace({"do": "push", "update": update, "version": version})
         self._changed.note(tensors, names)
         return answer
 
     def _push_adapters(self, version: int) -> dict[str, Any]:
-        """Push a new adapter for every version: vLLM would keep the earlier one of a number that it knows."""
+        """Replace vLLM's adapter by the policy's."""
         assert self._policy.adapters is not None
         assert self._folder is not None
-        self._adapters_written += 1
-        folder = self._folder / f"adapter-{self._adapters_written}"
-        self._policy.adapters.save(folder)
+        folder = self._folder / "adapter"
+        self._policy.adapters.save(folder, under=self._under)
         try:
-            return self._ask({"do": "lora", "path": str(folder), "number": self._adapters_written, "version": version})
+            return self._replace({"do": "lora", "path": str(folder), "version": version})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _replace(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Have weights or adapters replaced. A failure ends vLLM, which is left paused: a request would wait forever."""
+        try:
+            return self._ask(message)
+        except EngineError as error:
+            lost = EngineLost(f"the push of weights of version {message['version']} into vLLM failed: {error}")
+            self._running().actor.fail(lost)
+            raise lost from error
 
     def _measure(self) -> dict[str, Difference]:
         """Ask each probe twice: with its own tokens scored, and with a few tokens written after it through vLLM's caches.

@@ -69,6 +69,9 @@ def register() -> None:
             """From here to the end of the push, layers wait on the meta device: no request may run."""
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+            self.kernels = expert_kernels(self.model)
+            for method in self.kernels:
+                method.moe_kernel = None
             initialize_layerwise_reload(self.model)
 
         def finish_weight_update(self) -> None:
@@ -76,6 +79,8 @@ def register() -> None:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
+            for method, kernel in self.kernels.items():
+                method.moe_kernel = method.moe_kernel or kernel
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
             """Load the update; the base class would wait for an accelerator, which may not exist."""
@@ -138,6 +143,20 @@ def register() -> None:
     for name, backend in ((FILE, FileWeights), (BROADCAST, BroadcastWeights), (SHARED, SharedWeights)):
         with suppress(ValueError):  # registered already: an installed package has the entry point too
             WeightTransferEngineFactory.register_engine(name, backend)
+
+
+def expert_kernels(model: Any) -> dict[Any, Any]:
+    """The kernels of a model's experts on a CPU, by what makes them.
+
+    vLLM packs experts where it makes their kernel, and not where weights are loaded again: it would compute with unpacked
+    ones, without an error. So a push lets it make the kernels of all experts that it loads again.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {}
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    return {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None) is not None}
 
 
 def open_handles(handles: str, device: Any) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """How weights are pushed to vLLM: under the names of the published checkpoints, which its loaders read.
 
-policy (transformers 5)                                        pushed
-model.language_model.layers.0.mlp.up_proj.weight            →  the same
-…self_attn.q_proj.base_layer.weight (under LoRA)            →  …self_attn.q_proj.weight
-…mlp.experts.gate_up_proj [E, 2I, H]                        →  the same name, [E, H, 2I]
-a tied head                                                 →  lm_head.weight beside the embeddings
-rotary tables and other buffers, adapters                   →  nothing
+policy (transformers 5)                                       pushed
+model.language_model.layers.0.mlp.up_proj.weight           →  the same
+…self_attn.q_proj.base_layer.weight (under LoRA)           →  …self_attn.q_proj.weight
+…mlp.experts.gate_up_proj [E, 2I, H]                       →  the same; of Qwen3-VL [E, H, 2I]
+a tied head                                                →  lm_head.weight beside the embeddings
+all of an Omni model's thinker                             →  thinker.…
+rotary tables and other buffers, adapters                  →  nothing
 """
 
 import base64
@@ -36,8 +37,10 @@ class PushedWeights:
     aliases: dict[str, str]
 
 
-def published(tensors: Mapping[str, Tensor], parameters: Collection[str], *, tied: bool) -> PushedWeights:
-    """The tensors of ``parameters``, as vLLM reads them.
+def published(
+    tensors: Mapping[str, Tensor], parameters: Collection[str], *, tied: bool, turned: bool = False, under: str = ""
+) -> PushedWeights:
+    """The tensors of ``parameters``, as vLLM reads them: below the prefix ``under``, experts turned or not.
 
     A head tied to the embeddings goes with them: vLLM keeps its own copy, which would stay at the old weights.
     """
@@ -45,11 +48,11 @@ def published(tensors: Mapping[str, Tensor], parameters: Collection[str], *, tie
         raise EngineError(f"the weights to push lack {len(missing)} parameters of the model, {missing[0]} among them.")
     named = {name: tensors[name] for name in parameters if ".lora_" not in name}
     sent = {
-        name.replace(".base_layer.", "."): tensor.transpose(-1, -2) if name.endswith(EXPERTS) else tensor
+        under + name.replace(".base_layer.", "."): tensor.mT if turned and name.endswith(EXPERTS) else tensor
         for name, tensor in named.items()
     }
     embeddings = next((name for name in sent if name.endswith(EMBEDDINGS)), None)
-    return PushedWeights(sent, {HEAD: embeddings} if tied and embeddings is not None else {})
+    return PushedWeights(sent, {under + HEAD: embeddings} if tied and embeddings is not None else {})
 
 
 class ChangedWeights:

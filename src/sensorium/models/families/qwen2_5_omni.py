@@ -234,6 +234,7 @@ class Qwen25Omni(DefaultModel):
         unloaded=(SPEAKING,),
         names=("2.5-omni",),
         query_bias=True,
+        vllm=True,
     )
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "vision": nested("visual."),

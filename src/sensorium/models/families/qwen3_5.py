@@ -78,6 +78,7 @@ class Qwen35(Qwen25VL):
         names=("qwen3.5",),
         query_norm=True,
         query_gate=True,
+        vllm=True,
     )
     media_format: ClassVar[type[MediaFormat]] = Qwen3VLMedia
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = Qwen25VL.groups

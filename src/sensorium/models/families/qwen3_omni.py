@@ -207,6 +207,7 @@ class Qwen3Omni(Qwen25Omni):
         tables=("pos_embed",),
         names=("3-omni",),
         query_norm=True,
+        vllm=True,
     )
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **Qwen25Omni.groups,

@@ -149,7 +149,7 @@ class Qwen3VLMoe(Qwen3VL):
     """The adapter of ``Qwen3VLMoeForConditionalGeneration``."""
 
     facts: ClassVar[FamilyFacts] = replace(
-        Qwen3VL.facts, prefix="Qwen3VLMoe", text=INTERLEAVED | EXPERTS, names=(), stands_in=False
+        Qwen3VL.facts, prefix="Qwen3VLMoe", text=INTERLEAVED | EXPERTS, names=(), stands_in=False, turned_experts=True
     )
 
 
