@@ -49,6 +49,10 @@ def test_a_demonstration_is_watched_to_its_end_with_the_scores_of_all_terms(
     assert main(["play", recipe, "--demonstrate", "--episodes", "2", "--pictures", "blocks", "--save", "seen"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("the episode finished") == 2
+    lines = shown.splitlines()
+    responses = [line for line in lines if line.startswith("> ")]
+    assert len(responses) == sum(line.startswith("turn ") for line in lines)
+    assert all(len(response) > 2 for response in responses)
     assert shown.count("environment/success: +10 × 1") == 2
     assert "reward 11.4, correct" in shown
     assert "▀" in shown

@@ -99,11 +99,13 @@ class Screen:
         made = EnvironmentMaker(self.session.store)
         self.task, self.turn = task, 0
         self.say(f"── task {task.id} ──", "bold")
+        # Whoever types a response has seen it.
+        shown: Any = (lambda response: self.say(f"> {response}", "green")) if demonstrate else lambda response: None
         return await self.session.play(
             [task],
             lambda request: self.ask(request.sampling.max_new_tokens),
             demonstrate=demonstrate,
-            make=lambda chosen: WatchedEnvironment(made(chosen), self.show_first, self.show_step),
+            make=lambda chosen: WatchedEnvironment(made(chosen), self.show_first, self.show_step, shown),
         )
 
     def show_first(self, returned: Any) -> Any:

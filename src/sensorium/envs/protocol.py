@@ -60,10 +60,17 @@ class Environment(Protocol):
 
 
 class WatchedEnvironment:
-    """An environment whose results are passed through ``after_reset`` and ``after_step``."""
+    """An environment whose results are passed through ``after_reset`` and ``after_step``; ``before_step`` sees responses."""
 
-    def __init__(self, inner: Any, after_reset: Callable[[Any], Any], after_step: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        after_reset: Callable[[Any], Any],
+        after_step: Callable[[Any], Any],
+        before_step: Callable[[str], object] = lambda response: None,
+    ) -> None:
         self._inner, self._after_reset, self._after_step = inner, after_reset, after_step
+        self._before_step = before_step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -72,6 +79,7 @@ class WatchedEnvironment:
         return _then(self._inner.reset(seed), self._after_reset)
 
     def step(self, response: str) -> Any:
+        self._before_step(response)
         return _then(self._inner.step(response), self._after_step)
 
 
