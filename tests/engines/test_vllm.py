@@ -211,15 +211,24 @@ LONG = Sampling(max_new_tokens=400, stop_tokens=False, stop=("never written",))
 def responses_over_a_push(
     engine: VllmEngine, context: Sequence[Segment], push: Callable[[], object], sampling: Sampling = LONG
 ) -> list[Response]:
-    """A crowd of responses, with a push after the first of their tokens."""
+    """A crowd of responses, one after the other until a push that begins after the first of their tokens has ended."""
 
     async def spanning() -> list[Response]:
-        asked = [engine.generate(ask(f"span {n}", context, sampling, name="span")) for n in range(CROWD)]
+        found: list[Response] = []
+        pushing: list[asyncio.Task[object]] = []
+
+        async def one_after_the_other(n: int) -> None:
+            while not pushing or not pushing[0].done():
+                name = f"span {n} {len(found)}"
+                found.append(await engine.generate(ask(name, context, sampling, name="span")))
+
         with begun(engine) as first_part:
-            waiting = asyncio.gather(*asked)
+            crowd = asyncio.gather(*(one_after_the_other(n) for n in range(CROWD)))
             await first_part.wait()
-            await asyncio.to_thread(push)
-            return await waiting
+            pushing.append(asyncio.create_task(asyncio.to_thread(push)))
+            await crowd
+            await pushing[0]
+        return found
 
     return asyncio.run(spanning())
 

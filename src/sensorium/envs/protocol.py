@@ -60,7 +60,7 @@ class Environment(Protocol):
 
 
 class WatchedEnvironment:
-    """An environment whose results are passed through ``after_reset`` and ``after_step``; ``before_step`` sees responses."""
+    """An environment whose results pass through ``after_reset`` and ``after_step``; ``before_step`` sees responses."""
 
     def __init__(
         self,
