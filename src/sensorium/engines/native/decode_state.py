@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from sensorium.engines.native.key_values import PAGE, attend
+from sensorium.engines.native.key_values import PAGE, attend, write_tokens
 from sensorium.engines.native.sampler import SamplingRows, sample, signed64, uniforms
 from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_ops import wide_linear, wide_product
@@ -310,8 +310,8 @@ class TorchOps:
         """Write one entry of every row to its page; a row past its last page writes where nobody reads."""
         place_B = rows.lengths_B.clamp(max=rows.table_BP.shape[1] * PAGE - 1)
         page_B = rows.table_BP.gather(1, (place_B // PAGE)[:, None])[:, 0].long()
-        layer_block[0][page_B, :, place_B % PAGE] = key_BKD
-        layer_block[1][page_B, :, place_B % PAGE] = value_BKD
+        for pages_NKPD, new_BKD in zip(layer_block.unbind(0), (key_BKD, value_BKD), strict=True):
+            write_tokens(new_BKD, pages_NKPD, page_B, place_B % PAGE)
 
     def attend(self, query: Tensor | Unplaced, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
         """Attention over each row's pages, of what ``project`` gave, as [B, H · D]."""
