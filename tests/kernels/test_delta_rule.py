@@ -1,4 +1,5 @@
-"""The gated delta rule: the gradient of the decay that stands in for a wrong kernel, and the trial on a GPU."""
+"""The gated delta rule: the gradient of the decay that stands in for a wrong kernel, and the trial on a GPU; and what lies
+around the rule, by kernels. On a CPU in Triton's interpreter."""
 
 from importlib.util import find_spec
 from math import log
@@ -10,6 +11,9 @@ from torch import Tensor
 from sensorium.kernels.delta_rule import BOUND, decay_gradient, trial
 
 SIZE, HEADS = 4, 3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+gpu_too = pytest.mark.gpu if DEVICE.type == "cuda" else lambda test: test
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 def chunk(query: Tensor, key: Tensor, value: Tensor, summed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,13 +51,44 @@ def test_gradient_of_the_decay_is_that_of_the_chunks(runs: tuple[int, ...] | Non
         return x.detach().view(rows, tokens // rows, *x.shape[1:])
 
     turned = [x.view(rows, -1, *x.shape[1:]) for x in (states, pulls)]
-    found = decay_gradient(
+    found, *_ = decay_gradient(
         (laid(query), laid(of_query)), (laid(key), laid(of_key)), laid(value), laid(summed),
         *(x.transpose(-1, -2).contiguous() if value_first else x for x in turned), value_first, SIZE,
         None if runs is None else torch.tensor([0, *torch.tensor(lengths).cumsum(0)]),
         None if runs is None else torch.tensor(index),
     )  # fmt: skip
     torch.testing.assert_close(found.double(), laid(expected) / log(2), rtol=1e-5, atol=1e-5)
+
+
+@gpu_too
+@with_triton
+@pytest.mark.parametrize("runs", [None, (4, 1, 7, 3)])
+@pytest.mark.parametrize("value_first", [False, True])
+def test_the_kernel_gives_the_gradient_of_the_decay(runs: tuple[int, ...] | None, value_first: bool) -> None:
+    """Two value heads share a key head; sizes and chunks are no powers of two."""
+    from sensorium.kernels import delta_triton
+
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    rows, size, heads, groups, key_size, value_size = (2 if runs is None else 1), 5, 3, 6, 20, 12
+    tokens, chunks, ends, index = 12, 6, None, None
+    if runs is not None:
+        index = torch.tensor([(run, i) for run, length in enumerate(runs) for i in range(-(-length // size))]).to(DEVICE)
+        ends = torch.tensor([0, *torch.tensor(runs).cumsum(0)]).to(DEVICE)
+        tokens, chunks = sum(runs), len(index)
+    query, key = (
+        (normal(rows, tokens, heads, key_size), normal(rows, tokens, groups, key_size)) for _ in range(2)
+    )
+    state = (rows, chunks // rows, groups, *((value_size, key_size) if value_first else (key_size, value_size)))
+    given = (
+        query, key, normal(rows, tokens, groups, value_size), -normal(rows, tokens, groups).abs(), normal(*state),
+        normal(*state), value_first, size, ends, index,
+    )  # fmt: skip
+    for found, right in zip(delta_triton.decay_gradient(*given), decay_gradient(*given), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -116,14 +116,13 @@ def mend_decay_gradient() -> None:
     refusing: Any = kernels.chunk_bwd_dqkwg
     kernels.IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
 
+    fast = import_module("sensorium.kernels.delta_triton").decay_gradient
+
     def gradients(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, dh: Tensor, **rest: Any) -> tuple[Tensor, ...]:
-        share, heads = v.shape[2] // k.shape[2], k.shape[2]
-        q, k = (x.repeat_interleave(share, dim=2) for x in (q, k))
-        dq, dk, dw, _ = refusing(q=q, k=k, v=v, g=g, dh=dh, **rest)
+        wide_q, wide_k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
+        dq, dk, dw, _ = refusing(q=wide_q, k=wide_k, v=v, g=g, dh=dh, **rest)
         chunks = rest.get("chunk_size", 64), rest.get("cu_seqlens"), rest.get("chunk_indices")
-        dg = decay_gradient((q, dq), (k, dk), v, g, rest["h"], dh, rest.get("state_v_first", False), *chunks)
-        if share > 1:
-            dq, dk = (x.unflatten(2, (heads, share)).sum(3) for x in (dq, dk))
+        dg, dq, dk = fast((q, dq), (k, dk), v, g, rest["h"], dh, rest.get("state_v_first", False), *chunks)
         return dq, dk, dw, dg
 
     rule.chunk_bwd_dqkwg = gradients  # type: ignore[attr-defined]
@@ -158,15 +157,17 @@ def decay_gradient(
     size: int,
     ends_R1: Tensor | None,
     chunks_N2: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the decays' running sums (base 2) within chunks, from queries and keys with their gradients.
 
-    ``value_BTGV`` are the corrected values, ``states_BNGKV`` the states before each of N chunks of ``size`` tokens, and
+    Queries and keys are [B, T, H, K], their gradients [B, T, G, K], by value head: the other results are these, summed
+    over the value heads that share a key head. ``value_BTGV`` are the corrected values, ``states_BNGKV`` the states before each of N chunks of ``size`` tokens, and
     ``pulls_BNGKV`` the gradients of the states after them. A token's query grows with its sum and its key shrinks; what a
     chunk adds to the state after it grows with the sum of its last token.
     """
-    key_BTGK, batch, length = key[0], *value_BTGV.shape[:2]
-    device = key_BTGK.device
+    (batch, length, groups), heads, device = value_BTGV.shape[:3], key[0].shape[2], key[0].device
+    query_BTGK, key_BTGK = (x.repeat_interleave(groups // heads, dim=2) for x in (query[0], key[0]))
+    summed = [pulls.unflatten(2, (heads, -1)).sum(3) for pulls in (query[1], key[1])]
     if ends_R1 is None or chunks_N2 is None:
         first_B = torch.arange(batch, device=device)[:, None] * length
         start_N = (first_B + torch.arange(0, length, size, device=device)).flatten()
@@ -189,9 +190,9 @@ def decay_gradient(
     added_NGC = (pulled_MCV.float() * laid(value_BTGV).float()).sum(-1).unflatten(0, last_NG.shape)
     weight_NGC = torch.exp2(last_NG[:, :, None] - flat_TG[place_NC].transpose(1, 2)) * real_NC[:, None]
     kept_NG = torch.exp2(last_NG) * (states_BNGKV.float() * pulls_BNGKV.float()).sum((-1, -2)).view_as(last_NG)
-    gradient_BTG = (query[0].float() * query[1].float()).sum(-1) - (key_BTGK.float() * key[1].float()).sum(-1)
+    gradient_BTG = (query_BTGK.float() * query[1].float()).sum(-1) - (key_BTGK.float() * key[1].float()).sum(-1)
     gradient_BTG.view(-1, last_NG.shape[1]).index_add_(0, last_N, kept_NG + (added_NGC * weight_NGC).sum(-1))
-    return gradient_BTG
+    return gradient_BTG, summed[0], summed[1]
 
 
 def fla_step(
