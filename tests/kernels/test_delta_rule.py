@@ -79,9 +79,7 @@ def test_the_kernel_gives_the_gradient_of_the_decay(runs: tuple[int, ...] | None
         index = torch.tensor([(run, i) for run, length in enumerate(runs) for i in range(-(-length // size))]).to(DEVICE)
         ends = torch.tensor([0, *torch.tensor(runs).cumsum(0)]).to(DEVICE)
         tokens, chunks = sum(runs), len(index)
-    query, key = (
-        (normal(rows, tokens, heads, key_size), normal(rows, tokens, groups, key_size)) for _ in range(2)
-    )
+    query, key = ((normal(rows, tokens, heads, key_size), normal(rows, tokens, groups, key_size)) for _ in range(2))
     state = (rows, chunks // rows, groups, *((value_size, key_size) if value_first else (key_size, value_size)))
     given = (
         query, key, normal(rows, tokens, groups, value_size), -normal(rows, tokens, groups).abs(), normal(*state),

@@ -54,7 +54,7 @@ def layer_arguments() -> dict[str, tuple[Any, ...]]:
     return {
         "normed": (x, gain, 1e-6),
         "add_normed": (x, more, gain, 1e-6),
-        "norm_gradients": (x, gain, scale, up, more, torch.float16, True),
+        "norm_gradients": (x, gain, scale, up, more, torch.float16, torch.float32),
         "gated": (x, up),
         "gated_finely": (x, up),
         "gate_gradients": (x, up, more, True),

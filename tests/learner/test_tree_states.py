@@ -1,6 +1,7 @@
 """Gated delta nets over trees: what each run would give after its ancestors in a row of its own, gradients too."""
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sensorium.kernels import delta_rule
+from sensorium.kernels import delta_rule, layer_ops
 from sensorium.learner import tree_states
 from sensorium.learner.token_runs import TokenRun, arrange, arrange_levels
 from sensorium.learner.tree_attention import LevelAttention, TreeAttention
@@ -48,7 +49,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
 def _as_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of the kernels, computed by their reference."""
     monkeypatch.setattr(tree_states, "usable", lambda *given: True)
-    monkeypatch.setattr(tree_states, "fla_chunks", delta_rule.torch_chunks)
+    monkeypatch.setattr(tree_states, "fla_chunks", lambda *given, final: delta_rule.torch_chunks(*given))
 
 
 def path_of(run: TokenRun) -> list[int]:
@@ -207,3 +208,24 @@ def test_bfloat16_sums_the_window_s_gradient_in_float32(checkpoints: dict[str, P
     out[:, 4:].sum().backward()
     assert mixed.grad is not None
     assert mixed.grad[0, 3, 0] == 300
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_kernel_reads_the_columns_of_the_runs_above(
+    policies: dict[str, Policy], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys, values and gradients of the convolution, in Triton's interpreter."""
+    net = policies["qwen3_5"].copy().adapter.language_model.layers[0].linear_attn.float()
+    runs = forest()
+    LAYOUTS[layout](runs)
+    states = tree_states.TreeStates(sorted(runs, key=lambda run: run.start), CPU)
+    generator = torch.Generator().manual_seed(0)
+    mixed, upstream = torch.randn(2, 1, sum(run.length for run in runs), net.conv_dim, generator=generator)
+    results = []
+    for interpreted in (False, True):
+        monkeypatch.setattr(layer_ops, "interpreted", interpreted)
+        given = mixed.clone().requires_grad_()
+        out = torch.cat([x.flatten(1) for x in states._heads(net, given)], dim=1)
+        results.append([out, *torch.autograd.grad(out, [given, net.conv1d.weight], upstream[0])])
+    assert off(*results) <= 1e-5

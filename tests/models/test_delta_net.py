@@ -113,10 +113,10 @@ def test_only_the_delta_nets_have_another_class(pairs: Callable[..., Pair]) -> N
 def test_runs_of_a_row_have_their_own_states(net: Any) -> None:
     """The reference of the kernels' form for runs of unlike lengths, end to end in one row."""
     tokens = drawn(net, 1, 80)
-    from sensorium.models.delta_net import convolved, heads_of
+    from sensorium.models.delta_net import convolved
 
     padded = torch.cat([tokens.mixed_BTC.new_zeros(1, 3, net.conv_dim), tokens.mixed_BTC], dim=1)
-    given = (*heads_of(net, convolved(net, padded)), tokens.decay_BTG, tokens.beta_BTG)
+    given = (*convolved(net, padded), tokens.decay_BTG, tokens.beta_BTG)
     states = torch.randn(3, net.num_v_heads, net.head_k_dim, net.head_v_dim)
     out, after = delta_rule.torch_chunks(*given, states, torch.tensor([0, 1, 70, 80]))
     for i, (start, end) in enumerate(((0, 1), (1, 70), (70, 80))):

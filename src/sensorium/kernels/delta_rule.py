@@ -89,13 +89,17 @@ def fla_chunks(
     beta_BTG: Tensor,
     state_BGKV: Tensor | None = None,
     ends_R1: Tensor | None = None,
-) -> Result:
-    """``torch_chunks`` by flash-linear-attention, which has gradients through both states. ``ends_R1`` is int64."""
+    final: bool = True,
+) -> tuple[Tensor, Any]:
+    """``torch_chunks`` by flash-linear-attention, which has gradients through both states. ``ends_R1`` is int64.
+
+    Unless ``final`` the state after the last token is None.
+    """
     chunks: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     mend_decay_gradient()
     take_one_tiling()
     out, after = chunks(
-        query_BTHK, key_BTHK, value_BTGV, g=decay_BTG, beta=beta_BTG, initial_state=state_BGKV, output_final_state=True,
+        query_BTHK, key_BTHK, value_BTGV, g=decay_BTG, beta=beta_BTG, initial_state=state_BGKV, output_final_state=final,
         use_qk_l2norm_in_kernel=True, cu_seqlens=ends_R1,
     )  # fmt: skip
     return out, after
@@ -161,9 +165,10 @@ def decay_gradient(
     """The gradient of the decays' running sums (base 2) within chunks, from queries and keys with their gradients.
 
     Queries and keys are [B, T, H, K], their gradients [B, T, G, K], by value head: the other results are these, summed
-    over the value heads that share a key head. ``value_BTGV`` are the corrected values, ``states_BNGKV`` the states before each of N chunks of ``size`` tokens, and
-    ``pulls_BNGKV`` the gradients of the states after them. A token's query grows with its sum and its key shrinks; what a
-    chunk adds to the state after it grows with the sum of its last token.
+    over the value heads that share a key head. ``value_BTGV`` are the corrected values, ``states_BNGKV`` the states before
+    each of N chunks of ``size`` tokens, and ``pulls_BNGKV`` the gradients of the states after them. A
+    token's query grows with its sum and its key shrinks; what a chunk adds to the state after it grows with the sum of its
+    last token.
     """
     (batch, length, groups), heads, device = value_BTGV.shape[:3], key[0].shape[2], key[0].device
     query_BTGK, key_BTGK = (x.repeat_interleave(groups // heads, dim=2) for x in (query[0], key[0]))

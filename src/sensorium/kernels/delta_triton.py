@@ -61,9 +61,7 @@ def _columns_of(x, weight, places, row, there, c, inside, channels, SPAN: tl.con
     summed = tl.zeros((R, C), tl.float32)
     for i in tl.static_range(SPAN):
         place = tl.load(places + row * SPAN + i, mask=there, other=-1).to(tl.int64)
-        seen = tl.load(
-            x + place[:, None] * channels + c[None, :], mask=(place >= 0)[:, None] & inside[None, :], other=0.0
-        )
+        seen = tl.load(x + place[:, None] * channels + c[None, :], mask=(place >= 0)[:, None] & inside[None, :], other=0.0)
         factor = tl.load(weight + c * SPAN + i, mask=inside, other=0.0).to(tl.float32)
         summed += seen.to(tl.float32) * factor[None, :]
     return summed
@@ -191,7 +189,7 @@ def gated_norm_gradients(x: Tensor, gate: Tensor, gain_V: Tensor, eps: float, gi
 
 def _norm_block(width: int) -> tuple[int, int]:
     block = triton.next_power_of_2(width)
-    return block, max(1, 2048 // block)
+    return block, max(1, 1024 // block)
 
 
 @triton.jit

@@ -27,9 +27,9 @@ class NormGradients(NamedTuple):
     result: Tensor
 
 
-def normed(x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The RMSNorm of rows, in the weight's dtype, and its scales [N]."""
-    return _norm(x, weight_W, eps, weight_W.dtype)
+def normed(x: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of rows, in ``kind`` or the weight's dtype, and its scales [N]."""
+    return _norm(x, weight_W, eps, kind or weight_W.dtype)
 
 
 def add_normed(
@@ -54,9 +54,9 @@ def norm_gradients(
     gradient: Tensor,
     more: Tensor | None,
     narrow: torch.dtype | None = None,
-    again: bool = False,
+    again: torch.dtype | None = None,
 ) -> NormGradients:
-    """Gradients of a norm's input and weight; ``more`` is added to the input's. ``again``: the norm's result too."""
+    """Gradients of a norm's input and weight; ``more`` is added to the input's. ``again``: the norm's result too, in it."""
     scale = scale_N.view(*x.shape[:-1], 1)
     normed = x.float() * scale
     wide = gradient.float() * weight_W
@@ -65,7 +65,7 @@ def norm_gradients(
         found = found + more
     rounded = normed.to(x.dtype)
     weight = (gradient.float() * rounded).flatten(0, -2).sum(0).to(weight_W.dtype)
-    result = (weight_W * rounded).to(weight_W.dtype) if again else x
+    result = x if again is None else (weight_W * rounded).to(again)
     return NormGradients(found.to(x.dtype), None if narrow is None else found.to(narrow), weight, result)
 
 

@@ -195,9 +195,9 @@ def gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor, again: bool = Fal
     return gate_gradient, up_gradient, out
 
 
-def normed(x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The RMSNorm of contiguous rows, in the weight's kind, and its scales [N]."""
-    return _launch_norm(x, None, weight_W, eps, None)
+def normed(x: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of contiguous rows, in ``kind`` or the weight's, and its scales [N]."""
+    return _launch_norm(x, None, weight_W, eps, None, kind)
 
 
 def add_normed(
@@ -231,21 +231,22 @@ def norm_gradients(
     gradient: Tensor,
     more: Tensor | None,
     narrow: torch.dtype | None = None,
-    again: bool = False,
+    again: torch.dtype | None = None,
 ) -> NormGradients:
-    """Gradients of a norm's input and weight; ``more`` is added to the input's. ``again``: the norm's result too."""
+    """Gradients of a norm's input and weight; ``more`` is added to the input's. ``again``: the norm's result too, in it."""
     width = x.shape[-1]
     rows = x.numel() // width
     programs = min(rows, NORM_PROGRAMS)
     gradient, out = gradient.contiguous(), torch.empty_like(x)
     more = gradient if more is None else more.contiguous()
     second = None if narrow is None else torch.empty_like(x, dtype=narrow)
-    result = torch.empty_like(x, dtype=weight_W.dtype) if again else out
+    result = out if again is None else torch.empty_like(x, dtype=again)
     sums_PW = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _norm_gradient[(programs,)](
         x, weight_W, scale_N, gradient, more, out, out if second is None else second, result, sums_PW, rows, width,
-        MORE=more is not gradient, TWICE=second is not None, AGAIN=again, W=block, num_warps=8 if block >= 1024 else 1,
+        MORE=more is not gradient, TWICE=second is not None, AGAIN=again is not None, W=block,
+        num_warps=8 if block >= 1024 else 1,
     )  # fmt: skip
     return NormGradients(out, second, sums_PW.sum(0).to(weight_W.dtype), result)
 

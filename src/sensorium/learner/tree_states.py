@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sensorium.kernels.delta_rule import fla_chunks, torch_chunks, usable
 from sensorium.learner.token_runs import TokenRun, nearest_above, take
-from sensorium.models.delta_net import DeltaTokens, convolved, heads_of, window_size
+from sensorium.models.delta_net import DeltaTokens, Windows, by_torch, convolved_at, has_kernel, heads_of, window_size
 
 CHUNK = 64  # of the torch form, which pads to a multiple of it: runs of as many chunks are padded to each other for free
 
@@ -71,6 +71,7 @@ class TreeStates:
         self._runs = [run for run in runs if run.length]
         self._device = device
         self._windows: dict[int, _Window] = {}
+        self._everywhere: dict[int, Windows] = {}
         by_depth: dict[int, list[TokenRun]] = {}
         depths: dict[TokenRun, int] = {}
         for run in self._runs:
@@ -88,39 +89,60 @@ class TreeStates:
 
     def __call__(self, net: Any, tokens: DeltaTokens) -> Tensor:
         """[1, T, G, V]."""
-        query, key, value = (x[0] for x in heads_of(net, self._convolved(net, tokens.mixed_BTC)))
+        query, key, value = self._heads(net, tokens.mixed_BTC)
         flat = (query, key, value, tokens.decay_BTG[0], tokens.beta_BTG[0])
         fast = usable(value.device, query.dtype, query.shape[1], *value.shape[1:], query.shape[2])
         states_RGKV: Tensor | None = None
         outs = []
-        for level in self._levels:
+        for level, own in zip(self._levels, self._by_level(flat), strict=True):
             before = None
             if level.parents_R is not None:
                 assert states_RGKV is not None, "a run below another starts from its state"
                 before = states_RGKV.index_select(0, level.parents_R)
-            own = [x.index_select(0, level.places_N) for x in flat]
             out_NGV, states_RGKV = (_in_one_call if fast else _in_batches)(level, own, before)
-            states_RGKV = states_RGKV.index_select(0, level.kept)
+            states_RGKV = None if states_RGKV is None else states_RGKV.index_select(0, level.kept)
             outs.append(out_NGV)
         out_TGV = torch.cat(outs)
         return (out_TGV if self._back_T is None else out_TGV.index_select(0, self._back_T))[None]
 
+    def _by_level(self, flat: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Tensors [T, …] as those of each level's tokens."""
+        if self._back_T is None:
+            return list(zip(*(x.split([len(level.places_N) for level in self._levels]) for x in flat), strict=True))
+        return [[x.index_select(0, level.places_N) for x in flat] for level in self._levels]
+
+    def _heads(self, net: Any, mixed_1TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys [T, H, K] and values [T, G, V]."""
+        if not has_kernel(net, mixed_1TC):
+            query, key, value = (x[0] for x in heads_of(net, self._convolved(net, mixed_1TC)))
+            return query, key, value
+        width = window_size(net)
+        if width not in self._everywhere:
+            window, count = self._window(width), mixed_1TC.shape[1]
+            places_TS = torch.arange(count, device=self._device)[:, None] + torch.arange(-width, 1, device=self._device)
+            places_TS[window.places_M] = torch.where(window.known_MW1[..., 0], window.columns_MW, -1)
+            self._everywhere[width] = Windows(places_TS.int(), count)
+        return convolved_at(net, mixed_1TC[0], self._everywhere[width])
+
+    def _window(self, width: int) -> _Window:
+        if width not in self._windows:
+            self._windows[width] = _window(self._runs, width, self._device)
+        return self._windows[width]
+
     def _convolved(self, net: Any, mixed_1TC: Tensor) -> Tensor:
         """[1, T, C]: a convolution over the row, and the first tokens of each run by their own columns."""
         width = window_size(net)
-        if width not in self._windows:
-            self._windows[width] = _window(self._runs, width, self._device)
-        window = self._windows[width]
+        window = self._window(width)
         row = torch.cat([mixed_1TC.new_zeros(1, width, mixed_1TC.shape[2]), mixed_1TC], dim=1)
         columns_MWC = take(mixed_1TC[0], window.columns_MW) * window.known_MW1.to(mixed_1TC.dtype)
-        first_MC = convolved(net, columns_MWC)[:, 0]
-        return convolved(net, row)[0].index_copy(0, window.places_M, first_MC)[None]
+        first_MC = by_torch(net, columns_MWC)[:, 0]
+        return by_torch(net, row)[0].index_copy(0, window.places_M, first_MC)[None]
 
 
-def _in_one_call(level: _Level, tokens: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+def _in_one_call(level: _Level, tokens: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Runs end to end, by the kernels."""
     query, key, value, decay, beta = (x[None] for x in tokens)
-    out, after = fla_chunks(query, key, value, decay, beta, before, level.ends_R1)
+    out, after = fla_chunks(query, key, value, decay, beta, before, level.ends_R1, final=len(level.kept) > 0)
     return out[0], after
 
 

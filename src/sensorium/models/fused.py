@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from sensorium.kernels import layer_torch
 from sensorium.kernels.first_use import fall_back
 from sensorium.kernels.layer_ops import AddNorm, Gate, Norm, Rotate, ops_of, wide_linear, wide_product
 from sensorium.kernels.layer_parts import (
@@ -39,7 +41,7 @@ from sensorium.kernels.layer_parts import (
 )
 from sensorium.kernels.layer_torch import column_sums
 from sensorium.models.attention import Attention, MaskedAttention
-from sensorium.models.delta_net import is_delta
+from sensorium.models.delta_net import DeltaNet, attended, is_delta, linears_of, tokens_of
 from sensorium.models.experts import replaying, routers_of, watching
 from sensorium.models.family import one_axis
 
@@ -69,8 +71,9 @@ class NormedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain_W: Tensor, eps: float, *layers: Tensor | None) -> tuple[Tensor, ...]:
         x = x.contiguous()
-        normed_NW, scale_N = ops_of(x).normed(x, gain_W, eps)
         weights, biases = layers[::2], layers[1::2]
+        assert weights[0] is not None
+        normed_NW, scale_N = ops_of(x).normed(x, gain_W, eps, weights[0].dtype)
         ctx.save_for_backward(x, gain_W, scale_N, *weights)
         ctx.biased = [bias is not None for bias in biases]
         found = (linear(normed_NW, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
@@ -82,7 +85,7 @@ class NormedProducts(torch.autograd.Function):
         *several, more = gradients
         flat = [gradient.flatten(0, -2) for gradient in several]
         inner_NW, ops = _summed_products(flat, weights).view(x.shape), ops_of(x)
-        norm = ops.norm_gradients(x, gain_W, scale_N, inner_NW, more, again=True)
+        norm = ops.norm_gradients(x, gain_W, scale_N, inner_NW, more, again=weights[0].dtype)
         normed_NW = norm.result.flatten(0, -2)
         found: list[Tensor | None] = []
         for i, (part, biased) in enumerate(zip(flat, ctx.biased, strict=True)):
@@ -119,7 +122,7 @@ class RotatedProducts(torch.autograd.Function):
         *three, more = gradients
         ops = ops_of(x)
         joined = ops.joined_gradients(*(part.contiguous().flatten(0, -3) for part in three), *angles)
-        norm = ops.norm_gradients(x, gain_W, scale_N, (joined @ together).view(x.shape), more, again=True)
+        norm = ops.norm_gradients(x, gain_W, scale_N, (joined @ together).view(x.shape), more, again=gain_W.dtype)
         weights: Sequence[Tensor | None] = (None, None, None)
         biases: Sequence[Tensor | None] = (None, None, None)
         if any(ctx.needs_input_grad[5:8]):
@@ -172,7 +175,7 @@ class GatedBlock(torch.autograd.Function):
         x, out_WA, summed_NW, gain_W, scale_N, gate_NF, up_NF, gate_FW, up_FW, down_WF = ctx.saved_tensors
         outer, (kind, inner_kind), ops = gradients[0].contiguous(), ctx.kinds, ops_of(summed_NW)
         if gate_NF is None:
-            again_NW = ops.normed(summed_NW, gain_W, ctx.eps)[0].to(inner_kind)
+            again_NW = ops.normed(summed_NW, gain_W, ctx.eps, inner_kind)[0]
             gate_NF, up_NF = linear(again_NW, gate_FW), linear(again_NW, up_FW)
         narrow_NW = outer.to(inner_kind).flatten(0, -2)
         given_NF = (narrow_NW @ down_WF).view_as(gate_NF)
@@ -181,8 +184,8 @@ class GatedBlock(torch.autograd.Function):
         flat = [gate_gradient.flatten(0, -2), up_gradient.flatten(0, -2)]
         inner_NW = _summed_products(flat, (gate_FW, up_FW)).view(summed_NW.shape)
         other = None if kind == summed_NW.dtype else kind
-        norm = ops.norm_gradients(summed_NW, gain_W, scale_N, inner_NW, outer, narrow=other, again=True)
-        normed_NW = norm.result.flatten(0, -2).to(inner_kind)
+        norm = ops.norm_gradients(summed_NW, gain_W, scale_N, inner_NW, outer, narrow=other, again=inner_kind)
+        normed_NW = norm.result.flatten(0, -2)
         weights = [part.T @ normed_NW if ctx.needs_input_grad[5 + i] else None for i, part in enumerate(flat)]
         seen, out_gradient = norm.input if norm.narrow is None else norm.narrow, None
         if out_WA is not None:
@@ -230,6 +233,8 @@ class FusedLayer:
     ) -> Tensor:
         parts = self._parts
         if isinstance(parts, MixerParts):
+            if isinstance(parts.mixer, DeltaNet) and all(is_plain(layer) for layer in linears_of(parts.mixer)):
+                return self._second_half(*self._delta(parts.mixer, hidden_BTW, sensorium_attention))
             normed_BTW = self.norm(hidden_BTW, parts.before)
             given = {"position_embeddings": position_embeddings, "attention_mask": None}
             mixed = parts.mixer(normed_BTW, sensorium_attention=sensorium_attention, **given)
@@ -239,6 +244,17 @@ class FusedLayer:
             parts.index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), parts.scaling
         )
         return self._second_half(seen_BTHD.flatten(2), hidden_BTW)
+
+    def _delta(self, net: Any, hidden_BTW: Tensor, attention: Any) -> tuple[Tensor, Tensor]:
+        """The result of a delta net over the normed stream, and the stream."""
+        before, (*given, out) = self._parts.before, linears_of(net)
+        weights = [tensor for layer in given for tensor in (layer.weight, layer.bias)]
+        mixed, gate, b, a, hidden_BTW = NormedProducts.apply(hidden_BTW, before.gain, before.eps, *weights)
+        seen_BTGV = attended(net, tokens_of(net, mixed, b, a), attention)
+        if ops_of(seen_BTGV) is layer_torch:
+            return out(net.norm(seen_BTGV, gate.view_as(seen_BTGV)).flatten(2)), hidden_BTW
+        apply = import_module("sensorium.kernels.delta_triton").GatedNormProduct.apply
+        return apply(seen_BTGV, gate, net.norm.weight, net.norm.variance_epsilon, out.weight), hidden_BTW
 
     @property
     def fine(self) -> bool:

@@ -90,7 +90,9 @@ class GatedTowerBlock(torch.autograd.Function):
         settings, inner, given_PW = ctx.settings, ctx.inner, gradients[0].contiguous()
         ops = ops_of(given_PW)
         both_given, both_bias, gated_PF = ops.gate_pair_gradients(both_PF, given_PW @ down)
-        second = ops.norm_gradients(summed_PW, second_gain, second_scale, both_given @ pair, given_PW, again=True)
+        second = ops.norm_gradients(
+            summed_PW, second_gain, second_scale, both_given @ pair, given_PW, again=second_gain.dtype
+        )
         between_PW = second.input
         gate, up = (both_given.T @ second.result).chunk(2)
         gate_bias, up_bias = both_bias.chunk(2)
@@ -101,7 +103,7 @@ class GatedTowerBlock(torch.autograd.Function):
         seen_given = (between_PW @ out).view_as(seen_PHD)
         turned = attention_gradients(seen_given, rotated, seen_PHD, lse, settings)
         ops.rotate_into(turned, turned, settings.cos_PD, settings.sin_PD, 3, 2, back=True)
-        first = ops.norm_gradients(x_PW, first_gain, first_scale, turned @ qkv, between_PW, again=True)
+        first = ops.norm_gradients(x_PW, first_gain, first_scale, turned @ qkv, between_PW, again=first_gain.dtype)
         attention = [
             turned.T @ first.result, column_sums(turned),
             between_PW.T @ seen_PHD.flatten(1), column_sums(between_PW),
