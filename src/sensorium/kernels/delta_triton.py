@@ -1,8 +1,9 @@
-"""What lies around the gated delta rule as Triton kernels with gradients: convolution, gated norm, the decay's gradient.
+"""The parts of Qwen3.5's mixers between their products as Triton kernels with gradients.
 
-Little is kept for the backward pass: the convolution and the norm are computed again there, from their inputs. Roundings
-are those of the stock modules. Axes: N rows of a result, S columns that a convolution reads for each, C channels, H key
-heads, G value heads, K and V their sizes.
+Of gated delta nets the convolution, the gated norm and the decay's gradient; of gated attention the norms and the rotation
+of heads, and the gate. Little is kept for the backward pass, where their results are computed again from their inputs.
+Roundings are those of the stock modules. Axes: N rows of a result, S columns that a convolution reads for each, C channels,
+H key heads, G value heads, K and V their sizes; in attention D the size of a head.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -240,6 +241,185 @@ def _gated_norm_gradients(
         found = scale * (pull - normed * (tl.sum(pull * normed, 1) / width)[:, None])
         tl.store(of_x + at, found.to(kind), mask=inside)
     tl.store(sums + program.to(tl.int64) * width + place, summed, mask=place < width)
+
+
+class TurnedHeads(torch.autograd.Function):
+    """(joint [..., H · 2 · D], key [..., K · D], two gains [D], eps, cos [..., R], sin) → queries, keys, the queries' gate.
+
+    Of each head of ``joint`` the first D numbers are the query's, the others the gate's, which stays where it is. Queries
+    and keys are normed, and their first R numbers rotated.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, joint: Tensor, key: Tensor, query_gain: Tensor, key_gain: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, ...]:
+        joint, key, cos, sin = joint.contiguous(), key.contiguous(), cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(joint, key, query_gain, key_gain, cos, sin)
+        ctx.eps, size = eps, len(query_gain)
+        heads = joint.unflatten(-1, (-1, 2 * size))
+        parts = ((heads, query_gain), (key.unflatten(-1, (-1, size)), key_gain))
+        return *(_turn(x, gain, eps, cos, sin) for x, gain in parts), heads[..., size:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        joint, key, query_gain, key_gain, cos, sin = ctx.saved_tensors
+        of_query, of_key, of_gate = (gradient.contiguous() for gradient in gradients)
+        of_joint, of_query_gain = _turn_back(joint, query_gain, ctx.eps, cos, sin, of_query, of_gate)
+        of_key, of_key_gain = _turn_back(key, key_gain, ctx.eps, cos, sin, of_key, None)
+        return of_joint, of_key, of_query_gain, of_key_gain, None, None, None
+
+
+def _turn(x: Tensor, gain_D: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first D numbers of each head [..., H, D or 2 · D], normed and rotated."""
+    size, slot = len(gain_D), x.shape[-1]
+    out, rows = x.new_empty(*x.shape[:-1], size), x.numel() // slot
+    block, several = _norm_block(size)
+    _turn_heads[(triton.cdiv(rows, several),)](
+        x, gain_D, cos, sin, out, rows, eps,
+        HEADS=x.shape[-2], SIZE=size, SLOT=slot, TURNED=cos.shape[-1], R=several, D=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _turn_back(
+    x: Tensor, gain_D: Tensor, eps: float, cos: Tensor, sin: Tensor, given: Tensor, of_gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the input of ``_turn``, into which the gate's is written too, and of the gain."""
+    size, out = len(gain_D), torch.empty_like(x)
+    heads, rows = given.shape[-2], given.numel() // size
+    block, several = _norm_block(size)
+    programs = min(8 * PROGRAMS, triton.cdiv(rows, several))
+    sums_PD = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    _turn_heads_back[(programs,)](
+        x, gain_D, cos, sin, given, given if of_gate is None else of_gate, out, sums_PD, rows, eps,
+        GATE=of_gate is not None, HEADS=heads, SIZE=size, SLOT=size if of_gate is None else 2 * size,
+        TURNED=cos.shape[-1], R=several, D=block, num_warps=4,
+    )  # fmt: skip
+    return out, sums_PD.sum(0).to(gain_D.dtype)
+
+
+@triton.jit
+def _turn_heads(
+    x, gain, cos, sin, out, rows, eps,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SLOT: tl.constexpr, TURNED: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    d = tl.arange(0, D)
+    other = tl.where(d < TURNED, (d + TURNED // 2) % TURNED, d)
+    inside = (row < rows)[:, None] & (d < SIZE)[None, :]
+    value = tl.load(x + row[:, None] * SLOT + d[None, :], mask=inside, other=0.0)
+    kind = value.dtype
+    wide = value.to(tl.float32)
+    scale = (1.0 / tl.sqrt(tl.sum(wide * wide, 1) / SIZE + eps))[:, None]
+    turned = tl.load(x + row[:, None] * SLOT + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(gain + d, mask=d < SIZE, other=0.0).to(tl.float32)[None, :]
+    other_factor = tl.load(gain + other, mask=d < SIZE, other=0.0).to(tl.float32)[None, :]
+    normed = (wide * scale * factor).to(kind).to(tl.float32)
+    turned = (turned * scale * other_factor).to(kind).to(tl.float32)
+    turned = tl.where((d < TURNED // 2)[None, :], -turned, turned)
+    rotates = (row < rows)[:, None] & (d < TURNED)[None, :]
+    angle = (row // HEADS)[:, None] * TURNED + d[None, :]
+    c = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
+    first = (normed * c).to(kind).to(tl.float32)
+    second = (turned * s).to(kind).to(tl.float32)
+    tl.store(out + row[:, None] * SIZE + d[None, :], (first + second).to(kind), mask=inside)
+
+
+@triton.jit
+def _turn_heads_back(
+    x, gain, cos, sin, given, of_gate, gradient, sums, rows, eps,
+    GATE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, SLOT: tl.constexpr, TURNED: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    d = tl.arange(0, D)
+    other = tl.where(d < TURNED, (d + TURNED // 2) % TURNED, d)
+    factor = tl.load(gain + d, mask=d < SIZE, other=0.0).to(tl.float32)[None, :]
+    summed = tl.zeros((D,), tl.float32)
+    for begin in range(program * R, rows, tl.num_programs(0) * R):
+        row = (begin + tl.arange(0, R)).to(tl.int64)
+        inside = (row < rows)[:, None] & (d < SIZE)[None, :]
+        value = tl.load(x + row[:, None] * SLOT + d[None, :], mask=inside, other=0.0)
+        kind = value.dtype
+        wide = value.to(tl.float32)
+        scale = (1.0 / tl.sqrt(tl.sum(wide * wide, 1) / SIZE + eps))[:, None]
+        normed = wide * scale
+        rotates = (row < rows)[:, None] & (d < TURNED)[None, :]
+        angles = (row // HEADS)[:, None] * TURNED
+        c = tl.load(cos + angles + d[None, :], mask=rotates, other=1.0).to(tl.float32)
+        s = tl.load(sin + angles + other[None, :], mask=rotates, other=0.0).to(tl.float32)
+        own = tl.load(given + row[:, None] * SIZE + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        turned = tl.load(given + row[:, None] * SIZE + other[None, :], mask=inside, other=0.0).to(tl.float32)
+        pull = own * c + tl.where((d < TURNED // 2)[None, :], turned, -turned) * s
+        summed += tl.sum(pull * normed, 0)
+        pull *= factor
+        found = scale * (pull - normed * (tl.sum(pull * normed, 1) / SIZE)[:, None])
+        tl.store(gradient + row[:, None] * SLOT + d[None, :], found.to(kind), mask=inside)
+        if GATE:
+            opened = tl.load(of_gate + row[:, None] * SIZE + d[None, :], mask=inside, other=0.0)
+            tl.store(gradient + row[:, None] * SLOT + SIZE + d[None, :], opened, mask=inside)
+    tl.store(sums + program.to(tl.int64) * SIZE + d, summed, mask=d < SIZE)
+
+
+class GatedProduct(torch.autograd.Function):
+    """(x [..., H, D], gate [..., H, D], weight [W, H · D]) → the linear layer of x · sigmoid(gate).
+
+    The gate is every other D numbers of a tensor. What the linear layer takes is computed again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        x = x.contiguous()
+        assert gate.stride()[-2:] == (2 * gate.shape[-1], 1), "the gate's heads lie beside those of queries"
+        ctx.save_for_backward(x, gate, weight)
+        out, size = torch.empty_like(x), x.shape[-1]
+        block, several = _norm_block(size)
+        rows = x.numel() // size
+        _open[(triton.cdiv(rows, several),)](x, gate, out, rows, SIZE=size, R=several, D=block, num_warps=4)
+        return torch.nn.functional.linear(out.flatten(-2), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        flat = gradients[0].flatten(0, -2)
+        given, size = flat @ weight, x.shape[-1]
+        of_x, of_gate, out = torch.empty_like(x), torch.empty_like(x), torch.empty_like(given)
+        block, several = _norm_block(size)
+        rows = x.numel() // size
+        _open_back[(triton.cdiv(rows, several),)](
+            x, gate, given, of_x, of_gate, out, rows, SIZE=size, R=several, D=block, num_warps=4
+        )
+        return of_x, of_gate, flat.T @ out if ctx.needs_input_grad[2] else None
+
+
+@triton.jit
+def _open(x, gate, out, rows, SIZE: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    d = tl.arange(0, D)[None, :]
+    inside = (row < rows) & (d < SIZE)
+    value = tl.load(x + row * SIZE + d, mask=inside, other=0.0)
+    opened = tl.load(gate + row * (2 * SIZE) + d, mask=inside, other=0.0).to(tl.float32)
+    share = (1.0 / (1.0 + tl.exp(-opened))).to(value.dtype).to(tl.float32)
+    tl.store(out + row * SIZE + d, (value.to(tl.float32) * share).to(value.dtype), mask=inside)
+
+
+@triton.jit
+def _open_back(x, gate, given, of_x, of_gate, out, rows, SIZE: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    d = tl.arange(0, D)[None, :]
+    inside = (row < rows) & (d < SIZE)
+    value = tl.load(x + row * SIZE + d, mask=inside, other=0.0)
+    kind = value.dtype
+    wide = value.to(tl.float32)
+    opened = tl.load(gate + row * (2 * SIZE) + d, mask=inside, other=0.0).to(tl.float32)
+    pull = tl.load(given + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-opened))
+    share = sigmoid.to(kind).to(tl.float32)
+    tl.store(out + row * SIZE + d, (wide * share).to(kind), mask=inside)
+    tl.store(of_x + row * SIZE + d, (pull * share).to(kind), mask=inside)
+    tl.store(of_gate + row * SIZE + d, (pull * wide * sigmoid * (1.0 - sigmoid)).to(kind), mask=inside)
 
 
 def decay_gradient(

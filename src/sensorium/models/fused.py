@@ -233,8 +233,13 @@ class FusedLayer:
     ) -> Tensor:
         parts = self._parts
         if isinstance(parts, MixerParts):
-            if isinstance(parts.mixer, DeltaNet) and all(is_plain(layer) for layer in linears_of(parts.mixer)):
-                return self._second_half(*self._delta(parts.mixer, hidden_BTW, sensorium_attention))
+            net = parts.mixer
+            if ops_of(hidden_BTW) is not layer_torch:
+                if isinstance(net, DeltaNet) and all(map(is_plain, linears_of(net))):
+                    return self._second_half(*self._delta(net, hidden_BTW, sensorium_attention))
+                if _is_gated_attention(net):
+                    angles = one_axis(position_embeddings)
+                    return self._second_half(*self._gated_attention(net, hidden_BTW, angles, sensorium_attention))
             normed_BTW = self.norm(hidden_BTW, parts.before)
             given = {"position_embeddings": position_embeddings, "attention_mask": None}
             mixed = parts.mixer(normed_BTW, sensorium_attention=sensorium_attention, **given)
@@ -251,10 +256,23 @@ class FusedLayer:
         weights = [tensor for layer in given for tensor in (layer.weight, layer.bias)]
         mixed, gate, b, a, hidden_BTW = NormedProducts.apply(hidden_BTW, before.gain, before.eps, *weights)
         seen_BTGV = attended(net, tokens_of(net, mixed, b, a), attention)
-        if ops_of(seen_BTGV) is layer_torch:
-            return out(net.norm(seen_BTGV, gate.view_as(seen_BTGV)).flatten(2)), hidden_BTW
         apply = import_module("sensorium.kernels.delta_triton").GatedNormProduct.apply
         return apply(seen_BTGV, gate, net.norm.weight, net.norm.variance_epsilon, out.weight), hidden_BTW
+
+    def _gated_attention(
+        self, net: Any, hidden_BTW: Tensor, angles: tuple[Tensor, Tensor], attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """The result of attention whose queries come with a gate, over the normed stream, and the stream."""
+        before, kernels = self._parts.before, import_module("sensorium.kernels.delta_triton")
+        norms = mixer_norm(net.q_norm), mixer_norm(net.k_norm)
+        weights = [tensor for layer in (net.q_proj, net.k_proj, net.v_proj) for tensor in (layer.weight, None)]
+        joint, key, value, hidden_BTW = NormedProducts.apply(hidden_BTW, before.gain, before.eps, *weights)
+        gains = [norm.gain for norm in norms]
+        query, key, gate = kernels.TurnedHeads.apply(joint, key, *gains, norms[0].eps, *angles)
+        value = value.unflatten(-1, (-1, net.head_dim))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        seen_BTHD = attention(net.layer_idx, query, key, value, net.scaling)
+        return kernels.GatedProduct.apply(seen_BTHD, gate, net.o_proj.weight), hidden_BTW
 
     @property
     def fine(self) -> bool:
@@ -308,6 +326,16 @@ class FusedLayer:
         if isinstance(inner, GatedMLP):
             return wide_linear(inner.down, Gate.apply(inner.gate(normed_BTW), inner.up(normed_BTW)))
         return inner(normed_BTW)
+
+
+def _is_gated_attention(net: Any) -> bool:
+    """Whether a mixer is attention of plain linear layers with norms of heads, whose queries come with a gate."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    if not isinstance(net, nn.Module) or {name for name, _ in net.named_children()} != set(names):
+        return False
+    layers = [getattr(net, name) for name in names[:4]]
+    gated = layers[0].out_features == 2 * layers[3].in_features
+    return gated and all(is_plain(layer) and layer.bias is None for layer in layers)
 
 
 def _product(out: nn.Module | None, seen_BTW: Tensor) -> Tensor:
