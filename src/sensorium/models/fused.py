@@ -50,6 +50,8 @@ DecoderLayer = Callable[..., Tensor]
 Recomputation = bool | Literal["selective"]
 # Largest relative deviation of values and gradients from the stock layer's in float32.
 BOUND = 1e-5
+# Of a gated delta net, which amplifies roundings: in six trials of tiny ones the fused layer was 1e-6 to 2e-5 off.
+DELTA_BOUND = 5e-5
 # In 16 bits both are rounded: how much farther than the stock layer from the layer in float32. On an H200, in 18 trials
 # of four tiny families and of Qwen2.5-VL-3B's shape, the stock layer is 0.009 to 0.042 off, a fused one 0.66 to 1.1 times
 # that.
@@ -384,7 +386,7 @@ def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tupl
         with nullcontext() if routes is None else replaying(routers_of([layer]), routes):
             found = computed(fused)
     if weight.dtype == torch.float32:
-        expected, bound, place = stock, BOUND, "the stock one"
+        expected, bound, place = stock, DELTA_BOUND if is_delta(layer) else BOUND, "the stock one"
     else:
         expected = _in_float32(layer, rotary, hidden, positions, gradient, routes)
         bound, place = FACTOR * _largest_error(stock, expected), "the stock one in float32"
