@@ -2,6 +2,7 @@
 
 import re
 import types
+from importlib.util import find_spec
 
 import pytest
 
@@ -9,7 +10,7 @@ from sensorium.forecast.costs import costs_of
 from sensorium.forecast.forecast import Asked, forecast
 from sensorium.forecast.machine import assumed, kind_named, kinds, planned_shape, published_configs
 from sensorium.forecast.memory import fitting_memory, rank_memory
-from sensorium.recipe.activations import hybrid_layer_bytes, stock_layer_bytes
+from sensorium.recipe.activations import hybrid_layer_bytes, stock_hybrid_bytes, stock_layer_bytes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import estimate_memory
 from sensorium.recipe.schema import Recipe
@@ -72,17 +73,25 @@ def test_a_stock_layer_keeps_what_autograd_saves_of_it(heads: int, kv_heads: int
     assert kept <= stock_layer_bytes(shape) <= 1.1 * kept
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("layer_type", ["linear_attention", "full_attention"])
-def test_a_layer_of_a_hybrid_keeps_what_autograd_saves_of_it(layer_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_a_hybrid_keeps_what_autograd_saves_of_it(
+    layer_type: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With kernels in the place of flash-linear-attention and flash attention that save what those save."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
     import torch
     from transformers import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
+    from sensorium.kernels import layer_ops
+    from sensorium.kernels.layer_parts import mixer_of
     from sensorium.learner import tree_states
     from sensorium.learner.token_runs import TokenRun, arrange_levels
     from sensorium.learner.tree_attention import LevelAttention
     from sensorium.models.delta_net import hand_over_states
+    from sensorium.models.fused import FusedLayer
 
     class Rule(torch.autograd.Function):
         @staticmethod
@@ -104,7 +113,8 @@ def test_a_layer_of_a_hybrid_keeps_what_autograd_saves_of_it(layer_type: str, mo
             return Flash.apply(query, key, value)
 
     monkeypatch.setattr(tree_states, "usable", lambda *given: True)
-    monkeypatch.setattr(tree_states, "fla_chunks", lambda *given: Rule.apply(*given[:6]))
+    monkeypatch.setattr(tree_states, "fla_chunks", lambda *given, final: Rule.apply(*given[:6]))
+    monkeypatch.setattr(layer_ops, "interpreted", True)
     sizes = {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3_5TextConfig(**sizes, num_hidden_layers=1, layer_types=[layer_type], linear_num_key_heads=1, head_dim=64,
                                linear_num_value_heads=2, vocab_size=32)  # fmt: skip
@@ -122,14 +132,15 @@ def test_a_layer_of_a_hybrid_keeps_what_autograd_saves_of_it(layer_type: str, mo
         return saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        layer(stream, position_embeddings=rotation, sensorium_attention=attention)
+        given = {"position_embeddings": rotation, "sensorium_attention": attention}
+        FusedLayer(mixer_of(layer))(stream.float(), **given) if fused else layer(stream, **given)
     kept = sum(one.untyped_storage().nbytes() for place, one in saved.items() if place not in apart) / 800
     text = config.to_dict() | {"layer_types": ["linear_attention"]}  # so that there is one, whose size is known
     shape = shape_by_config({"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True, "vision_config": {
         "hidden_size": 8, "intermediate_size": 8, "depth": 0, "patch_size": 16, "num_position_embeddings": 1,
         "out_hidden_size": 96,
     }})  # fmt: skip
-    found = hybrid_layer_bytes(shape)[layer_type == "full_attention"]
+    found = (hybrid_layer_bytes if fused else stock_hybrid_bytes)(shape)[layer_type == "full_attention"]
     assert 0.97 * kept <= found <= 1.1 * kept
 
 

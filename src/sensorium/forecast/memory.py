@@ -7,7 +7,16 @@ ranks. During an update the root is gathered, and two layers at a time; a frozen
 from dataclasses import dataclass
 
 from sensorium.forecast.machine import Kind
-from sensorium.recipe.activations import activation_bytes, gathered_bytes, head_bytes, stock_layer_bytes, tower_bytes
+from sensorium.recipe.activations import (
+    activation_bytes,
+    gathered_bytes,
+    head_bytes,
+    hybrid_layer_bytes,
+    microbatch_tokens,
+    stock_hybrid_bytes,
+    stock_layer_bytes,
+    tower_bytes,
+)
 from sensorium.recipe.plan import (
     BYTES,
     SHARE,
@@ -110,8 +119,14 @@ def _rank_share(recipe: Recipe, ranks: int) -> Recipe:
 
 def _stock_activations(recipe: Recipe, shape: ModelShape) -> int:
     kept = activation_bytes(recipe, shape)
-    if recipe.model.dtype == "float32" or recipe.model.gradient_checkpointing is True or shape.delta:
+    if recipe.model.dtype == "float32" or recipe.model.gradient_checkpointing is True:
         return kept
+    if shape.delta:  # recomputed whole or not at all
+        if recipe.model.gradient_checkpointing == "selective":
+            return activation_bytes(with_checkpointing(recipe, True), shape)
+        both = zip(stock_hybrid_bytes(shape), hybrid_layer_bytes(shape), strict=True)
+        more = [stock - fused for stock, fused in both]
+        return kept + microbatch_tokens(recipe) * (more[0] * shape.delta.layers + more[1] * shape.attention_layers)
     fused = activation_bytes(with_checkpointing(recipe, False), shape)
     at_work = 8 * shape.mlp + 12 * shape.hidden
     per_layer = 8 * shape.hidden + 4 * shape.queries + 4 * shape.key_values + 4 * shape.mlp

@@ -11,6 +11,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import ModelShape
 
 HEAD_ROWS = 2048  # rows of logits at once (kernels/learner_triton.py)
+CHUNK = 64  # tokens of a chunk of the gated delta rule (kernels/delta_rule.py)
 PATCHES = 4  # patches that become one token
 # Of a tower through a whole update at most. One pass over few pictures beats several over fewer, which launch more slowly
 # than they compute.
@@ -20,7 +21,7 @@ LEAST_ROOM = 2 << 30  # of a tower where a forecast leaves it less: forecasts ta
 
 def activation_bytes(recipe: Recipe, shape: ModelShape) -> int:
     """Activations of the language model's layers that one micro-batch stores for its backward pass."""
-    how, tokens = recipe.model.gradient_checkpointing, _microbatch_tokens(recipe)
+    how, tokens = recipe.model.gradient_checkpointing, microbatch_tokens(recipe)
     how = False if how == "auto" else how
     if recipe.model.dtype == "float32":
         layer = 4 * (5 * shape.hidden + 2 * shape.queries + 2 * shape.key_values + 4 * shape.mlp)
@@ -29,12 +30,8 @@ def activation_bytes(recipe: Recipe, shape: ModelShape) -> int:
             delta = layer - 8 * (shape.queries + shape.key_values) + 4 * (5 * shape.delta.channels + 4 * shape.delta.values)
             layer, deltas = max(layer, delta), shape.delta.layers * (delta - layer)
         return tokens * (4 * shape.layers * shape.hidden + layer if how else shape.layers * layer + deltas)
-    if shape.delta:  # its layers are the stock ones, which are recomputed whole or not at all
-        delta, attention = hybrid_layer_bytes(shape)
-        at_work = 8 * shape.mlp + 12 * shape.hidden
-        if how:
-            return tokens * (2 * shape.layers * shape.hidden + max(delta, attention) + at_work)
-        return tokens * (shape.delta.layers * delta + shape.attention_layers * attention + at_work)
+    if shape.delta:
+        return _hybrid_bytes(recipe, shape, how)
     if recipe.model.precision == "matched" and how == "selective":
         how = True  # its layers are recomputed whole, or not at all
     # The float32 residual stream before and between both halves; queries, keys, values, attention output; gate and up.
@@ -56,8 +53,36 @@ def stock_layer_bytes(shape: ModelShape) -> int:
     return 18 * shape.hidden + 10 * (shape.queries + shape.key_values) + 8 * shape.mlp
 
 
+def _hybrid_bytes(recipe: Recipe, shape: ModelShape, how: bool | str) -> int:
+    """Of a hybrid model in bfloat16; each response starts from a state of its own in every delta net."""
+    assert shape.delta is not None, "a model of attention alone has other layers"
+    tokens, (delta, attention) = microbatch_tokens(recipe), hybrid_layer_bytes(shape)
+    responses = -(-tokens * recipe.batch.group_size // _group_tokens(recipe))
+    layers = shape.delta.layers * delta + shape.attention_layers * attention
+    states = responses * 4 * shape.delta.state
+    # Gradients of the MLP, or of a delta net: those of its channels and values, and the states of chunks with theirs.
+    of_net = 6 * shape.delta.channels + 18 * shape.delta.values + 4 * shape.delta.state // CHUNK
+    at_work = max(8 * shape.mlp, of_net) + 12 * shape.hidden
+    if how is True:
+        return tokens * (4 * shape.layers * shape.hidden + max(delta, attention) + at_work) + states
+    recomputed = 4 * shape.mlp * (shape.layers - 1) if how == "selective" else 0
+    return tokens * (layers - recomputed + at_work) + shape.delta.layers * states
+
+
 def hybrid_layer_bytes(shape: ModelShape) -> tuple[int, int]:
-    """Bytes that autograd saves of a token in a stock bfloat16 layer of Qwen3.5: a gated delta net, and gated attention.
+    """Bytes kept of a token in a fused bfloat16 layer of Qwen3.5: a gated delta net, and gated attention.
+
+    Of both the stream in float32 before and between the halves, and gate and up. Of a delta net the channels before and
+    after the convolution, its gate, its result, and what solves each chunk; of attention the products, queries and keys
+    as they are attended to, and the result.
+    """
+    assert shape.delta is not None, "a model of attention alone has other layers"
+    both = 8 * shape.hidden + 4 * shape.mlp
+    return both + 4 * shape.delta.channels + 5 * shape.delta.values, both + 8 * shape.queries + 6 * shape.key_values
+
+
+def stock_hybrid_bytes(shape: ModelShape) -> tuple[int, int]:
+    """The same of stock layers, which autograd saves.
 
     Of both the norms' inputs in float32, twice, and outputs, and four values of the MLP. Of a delta net the channels before
     and after the convolution and as the kernel takes them; its result normed and gated, in float32 too. Of attention its
@@ -65,7 +90,7 @@ def hybrid_layer_bytes(shape: ModelShape) -> tuple[int, int]:
     """
     assert shape.delta is not None, "a model of attention alone has other layers"
     both = 20 * shape.hidden + 8 * shape.mlp
-    delta = both + 6 * shape.delta.channels + 19 * shape.delta.values
+    delta = both + 4 * shape.delta.channels + 19 * shape.delta.values
     return delta, both + 16 * (shape.queries + shape.key_values)
 
 
@@ -104,7 +129,7 @@ def tower_bytes(recipe: Recipe, shape: ModelShape, *, spread: bool = False) -> i
         return kept_tower_bytes(recipe, shape)
     recomputed, patches = tower_room(shape).recomputed, _update_patches(recipe)
     if patches * recomputed > WHOLE_BYTES and not spread and not recipe.cluster.shared:
-        patches = min(patches, _microbatch_tokens(recipe) * PATCHES)
+        patches = min(patches, microbatch_tokens(recipe) * PATCHES)
     return patches * recomputed
 
 
@@ -144,7 +169,8 @@ def may_keep_tower(recipe: Recipe, shape: ModelShape) -> bool:
     return light and learns and single and not recipe.cluster.shared
 
 
-def _microbatch_tokens(recipe: Recipe) -> int:
+def microbatch_tokens(recipe: Recipe) -> int:
+    """Tokens of a micro-batch at most, of those that are one learner's."""
     batch = recipe.batch
     limit = max(batch.tokens_per_microbatch, recipe.rollout.max_context_tokens)
     whole = min(limit, batch.prompts_per_step // batch.updates_per_epoch * _group_tokens(recipe))
@@ -157,7 +183,7 @@ def gathered_bytes(recipe: Recipe, shape: ModelShape) -> int:
     if sharing == 1:
         return 0
     size = 4 if recipe.model.dtype == "float32" else 2
-    return sharing * _microbatch_tokens(recipe) * 2 * shape.key_values * (2 * size + 2 * 4)
+    return sharing * microbatch_tokens(recipe) * 2 * shape.key_values * (2 * size + 2 * 4)
 
 
 def _tower_is_trained(recipe: Recipe, shape: ModelShape) -> bool:
