@@ -9,7 +9,8 @@ from torch import Tensor
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps
 from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.protocol import Sampling
-from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_torch import FINE_SCALE
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 if torch.cuda.is_available():

@@ -49,15 +49,85 @@ def test_a_fused_layer_is_the_stock_layer(family: str, dtype: str, tmp_path: Pat
 
 @gpu_too
 @pytest.mark.usefixtures("interpreted")
-def test_adapters_learn_through_fused_layers(tmp_path: Path) -> None:
-    policy = policy_of("qwen2_5_vl", tmp_path, lora=LoraSection(rank=4, alpha=8, groups=("language",)), seed=1)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if DEVICE == "cuda" else ["float32"])
+def test_merged_adapters_are_those_of_peft(family: str, dtype: str, tmp_path: Path) -> None:
+    policy = adapted(family, tmp_path, dtype)
+    assert policy.adapters is not None
+    policy.adapters.merge(policy.adapter.language_model.layers)
+    merged = [name for name, layer in policy.adapters.layers.items() if hasattr(layer, "product")]
+    assert len(merged) == len(policy.adapters.layers)
+    for layer in policy.adapter.language_model.layers:
+        parts = mixer_of(layer) if has_mixer(layer) or policy.delta_layers else parts_of(layer)
+        assert type(getattr(parts.inner, "up", None)) is (layer_ops.AdaptedLinear if family != "glm4v" else type(None))
+        check(layer, fused.FusedLayer(parts), policy.adapter.rotary)
+
+
+@gpu_too
+@pytest.mark.usefixtures("interpreted")
+def test_merged_weights_follow_what_changes(tmp_path: Path) -> None:
+    policy = adapted("qwen3_vl", tmp_path)
+    own, model = policy.adapters, policy.adapter.language_model
+    assert own is not None
+    own.merge(model.layers)
+    policy._fused = fused_layers(model, policy.adapter.rotary)
+    assert type(policy._fused.layers[0]) is fused.FusedLayer
+    ids, positions = torch.arange(9, device=DEVICE)[None], torch.arange(9, device=DEVICE)[None, None].expand(3, 1, -1)
+
+    def both() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            stock, merged = (policy.language(ids, positions, MaskedAttention(), stock=stock) for stock in (True, False))
+        assert (stock - merged).abs().max() <= 1e-5 * stock.abs().max()
+        return stock, merged
+
+    _, first = both()
+    with torch.no_grad():
+        next(iter(own.parameters.values())).mul_(3)
+    _, second = both()
+    assert not torch.equal(first, second)
+    with own.off():
+        _, base = both()
+    assert not torch.equal(base, second)
+    assert torch.equal(both()[1], second)
+    copy = policy.copy()
+    assert copy.adapters is not None
+    with torch.no_grad():
+        next(iter(copy.adapters.parameters.values())).zero_()
+    copy.settle()
+    assert torch.equal(both()[1], second)
+    assert not any("product" in name for name in policy.model.state_dict())
+
+
+def test_small_adapters_are_not_rounded_away() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(300, 400, generator=generator).bfloat16()
+    a, b = torch.randn(4, 400, generator=generator), 1e-4 * torch.randn(300, 4, generator=generator)
+    whole = base.float() + 2 * b @ a
+    merged = layer_ops.summed(base, a, b, 2.0)
+    nearest, x = whole.bfloat16(), torch.randn(400, generator=generator)
+    assert merged.dtype == torch.bfloat16
+    below, above = (torch.nextafter(nearest, torch.full_like(nearest, side * torch.inf)) for side in (-1, 1))
+    assert ((merged == nearest) | (merged == below) | (merged == above)).all()
+    moved, wanted = merged.float() - base.float(), whole - base.float()
+    share = float((moved * wanted).sum() / (wanted * wanted).sum())
+    lost = float(((nearest.float() - base.float()) * wanted).sum() / (wanted * wanted).sum())
+    assert abs(share - 1) < 0.05
+    assert lost < 0.8
+    assert torch.equal(layer_ops.summed(base, a, torch.zeros_like(b), 2.0), base)
+    assert float((merged.float() @ x - whole @ x).abs().mean()) < 0.06
+
+
+def adapted(family: str, folder: Path, dtype: str = "float32") -> Policy:
+    """A model with adapters that matter and learn."""
+    policy = policy_of(family, folder, dtype, lora=LoraSection(rank=4, alpha=8, groups=("language",)), seed=1)
     assert policy.adapters is not None
     policy.model.requires_grad_(False)
-    for parameter in policy.adapters.parameters.values():
-        parameter.data.normal_(std=0.1)
-        parameter.requires_grad_()
-    layer = policy.adapter.language_model.layers[0]
-    check(layer, fused.FusedLayer(parts_of(layer)), policy.adapter.rotary)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.adapters.parameters.values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.requires_grad_()
+    return policy
 
 
 @gpu_too

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from sensorium.kernels.attention_triton import after_previous, launch_ahead
-from sensorium.kernels.layer_parts import FINE_SCALE
+from sensorium.kernels.layer_ops import is_plain
+from sensorium.kernels.layer_torch import FINE_SCALE
 from sensorium.kernels.layer_triton import fitted
 
 # A product whose output is narrow is cut along the inner size into parts, so that all multiprocessors read; whoever takes
@@ -41,7 +42,7 @@ def fits(layers: Sequence[nn.Module], x_BK: Tensor, largest: int = LARGEST) -> b
     """Whether kernels can take these linear layers together: plain weights of shapes that divide into tiles."""
     if x_BK.shape[0] > largest or x_BK.shape[1] % 128 or not x_BK.is_contiguous():
         return False
-    return all(type(layer) is nn.Linear and not layer.out_features % 128 and _meets(layer.weight, x_BK) for layer in layers)
+    return all(is_plain(layer) and not layer.out_features % 128 and _meets(layer.weight, x_BK) for layer in layers)
 
 
 def _meets(weight: Tensor, x: Tensor) -> bool:

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sensorium.kernels.layer_ops import factor_gradients
+
 PROGRAMS = 264  # of a backward pass: each sums a weight's gradient over its rows
 ROWS, COLUMNS = 16, 128  # of a block of the convolution
 
@@ -146,25 +148,24 @@ def _convolve_back(
 
 
 class GatedNormProduct(torch.autograd.Function):
-    """(x [..., G, V], gate [..., G · V], gain [V], eps, weight [W, G · V]) → the linear layer of norm(x) · silu(gate).
+    """(x [..., G, V], gate [..., G · V], gain [V], eps, factors of a layer [W, G · V]) → it, of norm(x) · silu(gate).
 
     What the linear layer takes is computed again in the backward pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, gain_V: Tensor, eps: float, weight: Tensor) -> Tensor:
-        x, gate = x.contiguous(), gate.contiguous()
-        ctx.save_for_backward(x, gate, gain_V, weight)
+    def forward(ctx: Any, x: Tensor, gate: Tensor, gain_V: Tensor, eps: float, *factors: Tensor | None) -> Tensor:
+        x, gate, (weight, bias, a, b) = x.contiguous(), gate.contiguous(), factors
+        ctx.save_for_backward(x, gate, gain_V, weight, a, b)
         ctx.eps = eps
-        return torch.nn.functional.linear(gated_norm(x, gate, gain_V, eps), weight)
+        return torch.nn.functional.linear(gated_norm(x, gate, gain_V, eps), weight, bias)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, gain_V, weight = ctx.saved_tensors
+        x, gate, gain_V, weight, a, b = ctx.saved_tensors
         given = gradients[0].flatten(0, -2)
         of_x, of_gate, of_gain, out = gated_norm_gradients(x, gate, gain_V, ctx.eps, given @ weight)
-        of_weight = given.T @ out if ctx.needs_input_grad[4] else None
-        return of_x, of_gate, of_gain, None, of_weight
+        return of_x, of_gate, of_gain, None, *factor_gradients(ctx.needs_input_grad[4:], given, out, a, b)
 
 
 def gated_norm(x: Tensor, gate: Tensor, gain_V: Tensor, eps: float) -> Tensor:
@@ -364,25 +365,25 @@ def _turn_heads_back(
 
 
 class GatedProduct(torch.autograd.Function):
-    """(x [..., H, D], gate [..., H, D], weight [W, H · D]) → the linear layer of x · sigmoid(gate).
+    """(x [..., H, D], gate [..., H, D], factors of a layer [W, H · D]) → it, of x · sigmoid(gate).
 
     The gate is every other D numbers of a tensor. What the linear layer takes is computed again in the backward pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        x = x.contiguous()
+    def forward(ctx: Any, x: Tensor, gate: Tensor, *factors: Tensor | None) -> Tensor:
+        x, (weight, bias, a, b) = x.contiguous(), factors
         assert gate.stride()[-2:] == (2 * gate.shape[-1], 1), "the gate's heads lie beside those of queries"
-        ctx.save_for_backward(x, gate, weight)
+        ctx.save_for_backward(x, gate, weight, a, b)
         out, size = torch.empty_like(x), x.shape[-1]
         block, several = _norm_block(size)
         rows = x.numel() // size
         _open[(triton.cdiv(rows, several),)](x, gate, out, rows, SIZE=size, R=several, D=block, num_warps=4)
-        return torch.nn.functional.linear(out.flatten(-2), weight)
+        return torch.nn.functional.linear(out.flatten(-2), weight, bias)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, weight = ctx.saved_tensors
+        x, gate, weight, a, b = ctx.saved_tensors
         flat = gradients[0].flatten(0, -2)
         given, size = flat @ weight, x.shape[-1]
         of_x, of_gate, out = torch.empty_like(x), torch.empty_like(x), torch.empty_like(given)
@@ -391,7 +392,7 @@ class GatedProduct(torch.autograd.Function):
         _open_back[(triton.cdiv(rows, several),)](
             x, gate, given, of_x, of_gate, out, rows, SIZE=size, R=several, D=block, num_warps=4
         )
-        return of_x, of_gate, flat.T @ out if ctx.needs_input_grad[2] else None
+        return of_x, of_gate, *factor_gradients(ctx.needs_input_grad[2:], flat, out, a, b)
 
 
 @triton.jit

@@ -3,12 +3,16 @@
 Axes: N rows, W width, F inner size, H query heads, D head size.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from sensorium.kernels import layer_torch
+from sensorium.kernels.layer_torch import column_sums
 
 interpreted = False
 """Whether a CPU runs the Triton kernels, in Triton's interpreter: for tests."""
@@ -118,26 +122,124 @@ def wide_product(x: Tensor, weight_NK: Tensor) -> Tensor:
     return torch.mm(x.flatten(0, -2), weight_NK.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
 
 
-class WideLinear(torch.autograd.Function):
-    """(x, weight) → their product in float32; gradients are of the inputs' kind."""
+# A linear layer's part in an autograd function: weight, bias, and of merged adapters A and the scaled B (else None).
+Factors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+class AdaptedLinear(nn.Linear):
+    """A layer with low-rank adapters as one product: ``weight`` is base + scale · B · A in the base's dtype.
+
+    It stands beside peft's module, whose A and B learn: what would be the weight's gradient goes on to them. ``settle``
+    makes the weight anew after A, B or the base changed.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, adapted: Any, name: str) -> None:
+        nn.Module.__init__(self)
+        base = adapted.base_layer
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight = nn.Parameter(torch.empty_like(base.weight), requires_grad=False)
+        self.bias = base.bias
+        self._adapted = (adapted, name)  # in a tuple: it is no module of this one
+        self._made: tuple[object, ...] = ()
+        self.settle()
+
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, float]:
+        adapted, name = self._adapted
+        return adapted.base_layer.weight, adapted.lora_A[name].weight, adapted.lora_B[name].weight, adapted.scaling[name]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make the weight of what A, B and the base are now."""
+        base_OI, a_RI, b_OR, scale = self._parts
+        off = self._adapted[0].disable_adapters
+        made = (off, *(known for part in (base_OI, a_RI, b_OR) for known in (part.data_ptr(), part._version)))
+        if made != self._made:
+            self.weight.copy_(base_OI if off else summed(base_OI, a_RI, b_OR, scale))
+            self._made = made
+
+    def factors(self) -> Factors:
+        """Weight and bias, and A and the scaled B, where their gradients may be asked for."""
+        _, a_RI, b_OR, scale = self._parts
+        if self._adapted[0].disable_adapters or not torch.is_grad_enabled():
+            return self.weight, self.bias, None, None
+        return self.weight, self.bias, a_RI.to(self.weight.dtype), (b_OR * scale).to(self.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product."""
+        result: Tensor = Product.apply(x, *self.factors(), False)
+        return result
+
+
+def summed(base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """base + scale · B · A in the base's dtype.
+
+    In bfloat16 it is rounded up or down by a threshold of its place, uniform over places: rounded to nearest, a change
+    below half a unit of the last place would be lost in every weight, and adapters would not learn until they are large.
+    """
+    wide_OI = torch.addmm(base_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
+    if base_OI.dtype != torch.bfloat16:
+        return wide_OI.to(base_OI.dtype)
+    row_O, column_I = (_thresholds(count, base_OI.device) for count in base_OI.shape)
+    bits_OI = wide_OI.view(torch.int32)
+    bits_OI += (row_O[:, None] + column_I) & 0xFFFF  # a number that bfloat16 has keeps its upper half
+    return (bits_OI >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _thresholds(count: int, device: torch.device) -> Tensor:
+    drawn = torch.randint(0, 1 << 16, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
+    return drawn.to(device)
+
+
+def factors_of(layer: Any) -> Factors:
+    """The factors of a linear layer, with merged adapters or plain."""
+    return layer.factors() if isinstance(layer, AdaptedLinear) else (layer.weight, layer.bias, None, None)
+
+
+def factor_gradients(
+    needed: Sequence[bool], gradient_NO: Tensor, x_NI: Tensor, a_RI: Tensor | None, b_OR: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients of a layer's factors, where they are needed: of what it gave, [N, O], and of what it was given."""
+    return [
+        gradient_NO.T @ x_NI if needed[0] else None,
+        column_sums(gradient_NO) if needed[1] else None,
+        (gradient_NO @ b_OR).T @ x_NI if needed[2] and b_OR is not None else None,
+        gradient_NO.T @ (x_NI @ a_RI.T) if needed[3] and a_RI is not None else None,
+    ]
+
+
+class Product(torch.autograd.Function):
+    """(x, weight, bias, a, b, wide) → x · weightᵀ + bias; ``wide``: in float32, gradients are of the inputs' kind."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_NK)
-        return wide_product(x, weight_NK)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, wide: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        if not wide:
+            return linear(x, weight, bias)
+        result = wide_product(x, weight)
+        return result if bias is None else result + bias
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight_NK = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
         gradient = gradients[0].to(x.dtype)
-        inner = gradient @ weight_NK if ctx.needs_input_grad[0] else None
-        weight = gradient.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return inner, weight
+        inner = gradient @ weight if ctx.needs_input_grad[0] else None
+        learned = factor_gradients(ctx.needs_input_grad[1:5], gradient.flatten(0, -2), x.flatten(0, -2), a, b)
+        return inner, *learned, None
+
+
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a linear layer is one product of its weight and bias, without hooks; adapters may be merged into it."""
+    return type(layer) in (nn.Linear, AdaptedLinear) and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def wide_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """What a linear layer gives, in float32 where it is a plain one; any other as it is."""
-    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
-        return layer(x)
-    wide: Tensor = WideLinear.apply(x, layer.weight)
-    return wide if layer.bias is None else wide + layer.bias
+    """What a linear layer gives, in float32 where it is one product; any other as it is."""
+    result: Tensor = Product.apply(x, *factors_of(layer), True) if is_plain(layer) else layer(x)
+    return result

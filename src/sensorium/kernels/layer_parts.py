@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sensorium.kernels.layer_ops import is_plain
+
 # The first so many layers compute their MLP from float16 activations, 11 bits instead of bfloat16's 8, without rounding
 # gate and up on the way: what is rounded early differs between engine and learner in all that follows. Weights in bfloat16
-# are float16 numbers but for the tiniest. Inner values are divided by FINE_SCALE, which makes room up to four million.
+# are float16 numbers but for the tiniest.
 FINE_LAYERS = 4
-FINE_SCALE = 64.0
 
 
 class UnknownLayer(Exception):
@@ -62,7 +63,7 @@ class LayerParts:
 
     @property
     def fine(self) -> bool:
-        """Whether its MLP computes from float16 activations: an early layer in bfloat16 on CUDA, without adapters."""
+        """Whether its MLP computes from float16 activations: an early layer in bfloat16 on CUDA."""
         if self.index >= FINE_LAYERS or not isinstance(self.inner, GatedMLP):
             return False
         return all(_is_fine(layer) for layer in (self.inner.gate, self.inner.up, self.inner.down))
@@ -125,10 +126,10 @@ def parts_of(layer: Any) -> LayerParts:
     return LayerParts(
         index=attention.layer_idx,
         before=norm_of(layer.input_layernorm),
-        query=attention.q_proj,
-        key=attention.k_proj,
-        value=attention.v_proj,
-        out=attention.o_proj,
+        query=product_of(attention.q_proj),
+        key=product_of(attention.k_proj),
+        value=product_of(attention.v_proj),
+        out=product_of(attention.o_proj),
         norms=(norm_of(attention.q_norm), norm_of(attention.k_norm)) if normed else None,
         head_dim=attention.head_dim,
         scaling=attention.scaling,
@@ -144,10 +145,15 @@ def norm_of(module: Any) -> NormWeights:
     return NormWeights(module.weight, module.variance_epsilon)
 
 
+def product_of(layer: Any) -> Any:
+    """The layer itself; of one whose adapters are merged, the product that stands for both (``AdaptedLinear``)."""
+    return layer.product[0] if hasattr(layer, "product") else layer
+
+
 def _inner(mlp: Any) -> GatedMLP | Callable[[Tensor], Tensor]:
     names = {name for name, _ in mlp.named_children()}
     if names == {"gate_proj", "up_proj", "down_proj", "act_fn"} and _is_silu(mlp.act_fn):
-        return GatedMLP(mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        return GatedMLP(*(product_of(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
     module: nn.Module = mlp
     return module
 
@@ -159,7 +165,7 @@ def _expect(module: nn.Module, needed: set[str], allowed: set[str]) -> None:
 
 
 def _is_fine(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks or layer.bias is not None:
+    if not is_plain(layer) or layer.bias is not None:
         return False
     return layer.weight.is_cuda and layer.weight.dtype == torch.bfloat16
 

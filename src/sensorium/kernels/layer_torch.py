@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from sensorium.kernels.layer_parts import FINE_SCALE
-
+# What inner values of a fine MLP (``layer_parts.FINE_LAYERS``) are divided by: it makes room in float16 up to four million.
+FINE_SCALE = 64.0
 LARGEST_HALF = 65504.0  # the largest float16 number
 
 

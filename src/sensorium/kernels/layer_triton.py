@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sensorium.kernels.layer_parts import FINE_SCALE
-from sensorium.kernels.layer_torch import NormGradients
+from sensorium.kernels.layer_torch import FINE_SCALE, NormGradients
 
 # joined [query_0 … query_H-1 key_0 … key_K-1 value_0 … value_K-1] a token, each D numbers Roundings are those of
 # ``layer_kernels.Rotate``. Axes: N tokens, H query heads, K key heads, D head size.

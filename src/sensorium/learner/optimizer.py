@@ -280,6 +280,7 @@ class KernelTables:
             rows.append([*_addresses(tensor), count, first, noise_key(steps, tensor.place)])
             key = (rate, steps)
             settings.append(known.get(key) or known.setdefault(key, _settings(*key)))
+        self._weights = [tensor.parameter for tensor in tensors]
         self._bits = 8 * tensors[0].make_moments()[0].element_size()
         self._table = sent_to(device, torch.tensor(rows))
         self._numbers = sent_to(device, torch.tensor(settings, dtype=torch.float32))
@@ -289,6 +290,7 @@ class KernelTables:
         from sensorium.kernels.adam_triton import adam_step
 
         adam_step(self._owners_C, self._table, self._numbers, scale, self._bits)
+        torch.autograd.graph.increment_version(self._weights)  # a kernel's writes are not counted by themselves
 
 
 def _settings(rate: Rates, steps: int) -> list[float]:

@@ -27,6 +27,7 @@ from transformers.activations import ACT2FN
 from sensorium.kernels import layer_ops
 from sensorium.kernels.delta_rule import BOUND, delta_rule
 from sensorium.kernels.first_use import fall_back, trying
+from sensorium.kernels.layer_parts import product_of
 from sensorium.vocabulary.errors import ModelError
 
 
@@ -80,7 +81,8 @@ def tokens_of(net: Any, mixed_BTC: Tensor, b_BTG: Tensor, a_BTG: Tensor) -> Delt
 
 def linears_of(net: Any) -> tuple[Any, ...]:
     """The linear layers of a delta net: those of its input, in the order of channels, gate, b and a, and of its output."""
-    return net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a, net.out_proj
+    named = net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a, net.out_proj
+    return tuple(product_of(layer) for layer in named)
 
 
 def attended(net: Any, tokens: DeltaTokens, attention: Any) -> Tensor:

@@ -199,12 +199,21 @@ class Policy:
             if self.matched is not None:
                 raise ModelError("model.precision 'matched' is not built for a sharded learner; use model.precision: fast.")
             return LayerStack(model.layers, model.norm)
+        self.settle()
         if self._fused is None:
             on_cpu = self.device.type == "cpu" and not layer_ops.interpreted
             if not on_cpu:
                 group_experts(self.model, model)
             self._fused = LayerStack(model.layers, model.norm) if on_cpu else fused_layers(model, self.adapter.rotary)
         return self._fused
+
+    def settle(self) -> None:
+        """Make what is computed of weights anew where they changed: on CUDA, products with merged adapters."""
+        if self.adapters is None or self.sharding is not None or self.matched is not None:
+            return
+        if self.device.type == "cuda" or layer_ops.interpreted:
+            self.adapters.merge(self.adapter.language_model.layers)
+        self.adapters.settle()
 
     @property
     def delta_layers(self) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ from sensorium.kernels.decode_triton import (
     place,
     product_parts,
 )
-from sensorium.kernels.layer_parts import FINE_SCALE, GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_torch import FINE_SCALE
 from sensorium.kernels.layer_triton import add_normed, gated, gated_finely, normed
 from sensorium.kernels.matched_ops import unit_bits
 from sensorium.models.delta_net import DeltaTokens, window_size

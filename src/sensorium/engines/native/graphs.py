@@ -304,6 +304,7 @@ class DecodeRunner:
 
     def refresh(self) -> None:
         """Call this when weights changed. In-place changes are fine; parameters at new addresses need new graphs."""
+        self._policy.settle()
         if self._parameters != _addresses(self._policy):
             self._reset()
         else:
@@ -318,6 +319,7 @@ class DecodeRunner:
 
     def _reset(self) -> None:
         self._drop_graphs()
+        self._policy.settle()
         self._parameters = _addresses(self._policy)
         self._capture = self._fast and self._policy.device.type == "cuda"
         matched = self._policy.matched is not None
