@@ -14,7 +14,10 @@ from sensorium.cli.validation import Finding, example_arguments, model_free_sess
 from sensorium.data.sound import encode_wav
 from sensorium.envs.tool_use import argument_problem
 from sensorium.recipe.load import parse_recipe
+from sensorium.runs.run_directory import RunDirectory
+from sensorium.trainer.run import open_trainer
 from sensorium.vocabulary.errors import TaskError
+from tests.trainer.test_going_on import Notes
 
 SOKOBAN = {"source": "environments", "options": {"environment": "sokoban", "size": 6, "options": {"max_turns": 5}}}
 
@@ -127,6 +130,18 @@ def test_a_placeholder_without_a_column_for_its_medium_is_a_warning_that_names_t
     recipe = {"name": "a", "steps": 1, "model": {"path": "tiny:qwen3_vl"}, "tasks": {"train": source}, "rewards": rewards}
     (note,) = [line for line in look_at(parse_recipe(json.dumps(recipe), "test")) if "pictures: COLUMN" in line]
     assert "2 of 3 tasks" in note
+
+
+def test_a_column_of_pictures_that_no_prompt_shows_is_noted_by_validate_dry_run_and_run(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "red.png")
+    tasks = {"train": rows(tmp_path / "a.jsonl", {"prompt": "Which colour?", "answer": "red", "shown": "red.png"})}
+    changes = {"tasks": tasks, "rewards": {"terms": [{"name": "exact"}]}, "batch": {"prompts_per_step": 1}}
+    assert findings(**changes)["tasks.train.0 unread media"].level == "warning"
+    recipe = parse_recipe(json.dumps({"name": "a", "steps": 1, "model": {"path": "tiny:qwen2"}, **changes}), "test")
+    assert any("pictures: shown" in line for line in look_at(recipe))
+    notes = Notes()
+    open_trainer(recipe, RunDirectory(tmp_path / "run").create(), watchers=[notes]).close()
+    assert sum("tasks.train.0" in note and "pictures: shown" in note for note in notes.texts) == 1
 
 
 def test_every_clip_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from sensorium.data.decoder import Decoder
 from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
 from sensorium.data.message_parsing import Place, fill_placeholders
+from sensorium.data.row_format import unread_notes
 from sensorium.data.rows import HubRows, JsonlRows, ParquetRows
 from sensorium.data.sound import encode_wav
 from sensorium.data.video import DecodedVideo
@@ -210,6 +211,13 @@ def test_media_that_a_hub_data_set_holds_itself(tmp_path: Path) -> None:
     rows = HubRows(str(tmp_path / "saved"), MediaStore(), columns={"prompt": "q", "videos": "v"})
     (media,) = rows[0].messages[0].media
     assert rows.store.bytes_of(media) == CLIP
+
+
+def test_clips_that_are_not_read_are_found_in_every_form(opened: Callable[..., Rows]) -> None:
+    row = {"q": "what?", "v": ["clip.mp4"], "w": {"path": "clip.wav"}, "y": "clip", "t": "clip.mp4"}
+    rows = opened({**row, "v": [], "w": None}, row, columns={"prompt": "q", "answer": "y", "type": "t"})
+    assert rows.unread_media() == {"v": "video", "w": "sound"}
+    assert any("sounds: w" in note for note in unread_notes(rows))
 
 
 PLAIN = st.text(max_size=8).filter(lambda text: "<" not in text and ">" not in text)

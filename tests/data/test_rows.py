@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from sensorium.data.media_store import MediaStore
 from sensorium.data.message_parsing import Place, fill_placeholders, literal_placeholders, messages_of
 from sensorium.data.mixture import TaskStream
 from sensorium.data.pictures import encode_png
-from sensorium.data.rows import JsonlRows, ParquetRows
+from sensorium.data.row_format import unread_notes
+from sensorium.data.rows import JsonlRows, ParquetRows, PassedRows
 from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user
 from sensorium.vocabulary.errors import MediaError, RecipeError, TaskError
@@ -315,6 +317,58 @@ def test_parquet_columns_are_checked_before_any_row_is_read(parquet: Callable[..
         parquet({"messages": ASK, "anwser": "a"})
     with pytest.raises(TaskError, match=r"unknown field 'question'\. Known: .* as in columns: \{prompt: question"):
         parquet({"question": "x", "label": "a"})
+
+
+BLIND = {"prompt": "which?", "answer": "red"}
+HELD = {
+    "image": "red.png",  # a path
+    "stored": {"bytes": RED, "path": None},
+    "pages": [{"bytes": RED, "path": "red.png"}],
+    "raw": RED,
+    "extra": {"photo": "elsewhere/1.jpg", "text": "red.txt"},
+}
+WORDS = {
+    "source": "red",
+    "caption": "a picture.",
+    "image_id": "12",
+    "code": "x" * 2000,
+    "image_width": 4,
+    "url": "a/b.jpg",
+}
+
+
+def media_of_text(value: Any) -> Any:
+    """As JSON can hold it."""
+    if isinstance(value, dict):
+        return {key: media_of_text(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [media_of_text(item) for item in value]
+    return "data:image/png;base64," + base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+def test_columns_that_hold_media_and_are_not_read_are_found(
+    jsonl: Callable[..., JsonlRows], parquet: Callable[..., ParquetRows], store: MediaStore
+) -> None:
+    columns = {"prompt": "prompt", "answer": "answer"}
+    row = {**BLIND, **HELD, **WORDS, "heard": None}
+    expected = dict.fromkeys(["image", "stored", "pages", "raw", "extra.photo"], "picture")
+    assert parquet({**BLIND, **HELD, **WORDS}, row, columns=columns).unread_media() == expected
+    assert jsonl({**BLIND, "image": None}, media_of_text(row), columns=columns).unread_media() == expected
+    passed = PassedRows([{**BLIND, "shown": Image.new("RGB", (4, 4))}], store, columns=columns)
+    assert passed.unread_media() == {"shown": "picture"}
+    assert [note for note in unread_notes(passed) if "pictures: shown" in note]
+
+
+def test_columns_that_are_read_or_hold_no_media_are_not_reported(
+    jsonl: Callable[..., JsonlRows], parquet: Callable[..., ParquetRows]
+) -> None:
+    columns = {"prompt": "prompt", "answer": "answer", "pictures": "extra.photo"}
+    words = {**BLIND, **WORDS, "prompt": "<image> red.png", "extra": {"photo": "red.png", "of": "red"}}
+    for rows in (parquet({**words, "digest": b"x" * 20}, columns=columns), jsonl(words, columns=columns)):
+        assert rows.unread_media() == {}
+        assert rows[0].messages[0].media
+    task = jsonl({"messages": ASK, "metadata": {"image": "red.png"}})
+    assert list(unread_notes(task)) == []
 
 
 def test_a_file_that_is_no_parquet_is_named(tmp_path: Path, store: MediaStore) -> None:

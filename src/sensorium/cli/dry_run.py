@@ -17,7 +17,7 @@ from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unansw
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, TaskStream, a_few, bounded, make_sources
 from sensorium.data.planner import make_planner, without_history
-from sensorium.data.row_format import placeholder_notes
+from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.models.tried_versions import untried
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, computing_notes, gpus_seen
@@ -255,6 +255,8 @@ def _look_at_sources(
         tasks_of_all += tasks
         for _, ids, advice in placeholder_notes(tasks):
             yield f"{at}: {len(ids)} of {len(tasks)} tasks looked at, the first {ids[0]}: {advice}."
+        for note in unread_notes(source):
+            yield f"{at}: {note}"
         skipped = f"; {len(bad)} of them would be skipped, the first because: {bad[0]}" if bad else ""
         media = [item for task in tasks for message in task.messages for item in message.media]
         clips = _clips(media)

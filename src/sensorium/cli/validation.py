@@ -12,7 +12,7 @@ from sensorium.cluster.event_loop import run_async
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, Treatment, make_sources, permuted
 from sensorium.data.planner import CausalSource, gaps, without_history
-from sensorium.data.row_format import placeholder_notes
+from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.engines.protocol import Request
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.actions import ActionGrammar
@@ -269,6 +269,8 @@ def _check_source(
         return
     for tag, ids, advice in placeholder_notes(tasks):
         yield Finding(where, f"placeholder {tag}", *_counted(advice, [f"task {one}" for one in ids], "warning"))
+    for note in unread_notes(source):
+        yield Finding(where, "unread media", note, "warning")
     tasks = yield from _check_media(session, where, tasks)
     limits = session.recipe.rollout if split.place == "tasks.train" else session.recipe.held_out_rollout
     tasks = yield from _check_questions(session, where, tasks, limits)

@@ -8,8 +8,10 @@ import binascii
 import errno
 import mimetypes
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -109,6 +111,8 @@ def _refuse_other(mode: int) -> None:
         raise OSError(errno.EINVAL, f"it is {what}, not a regular file")
 
 
+KINDS_OF_TYPES: dict[str, MediaKind] = {"image": "picture", "video": "video", "audio": "sound"}
+PATH_LENGTH = 1024  # of the longest text that is taken for a path
 HEAD_BYTES = 64  # the bytes that decide a file's type
 UNKNOWN = "application/octet-stream"
 STARTS: tuple[tuple[bytes, str], ...] = (
@@ -144,8 +148,7 @@ def kind_of(head: bytes, name: str = "") -> MediaKind | None:
     """
     by_bytes, by_name = _found(head), mimetypes.guess_type(name, strict=False)[0] or ""
     found = by_name if by_bytes == UNKNOWN or (by_bytes.startswith("video/") and by_name.startswith("audio/")) else by_bytes
-    kinds: dict[str, MediaKind] = {"image": "picture", "video": "video", "audio": "sound"}
-    return kinds.get(found.partition("/")[0])
+    return KINDS_OF_TYPES.get(found.partition("/")[0])
 
 
 def _found(head: bytes) -> str:
@@ -165,6 +168,33 @@ def _found(head: bytes) -> str:
     if len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:
         return "audio/mpeg"
     return UNKNOWN
+
+
+MEDIA_NAME = re.compile(r"(?<![a-z])(image|img|picture|photo|video|clip|audio|sound|wav)s?(?![a-z])", re.IGNORECASE)
+
+
+def held_kind(value: Any, column: str, folder: Path) -> MediaKind | None:
+    """Picture, video or sound, where a value of a column is one in a form that ``located`` takes; None for all others.
+
+    A path is one if the file exists, or if the column is named like media too.
+    """
+    if isinstance(value, list | tuple):
+        return next((held_kind(item, column, folder) for item in value if item is not None), None)
+    if isinstance(value, Mapping):
+        found = [held_kind(value[key], column, folder) for key in ("bytes", "path") if value.get(key) is not None]
+        return next(filter(None, found), None)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return kind_of(bytes(value[:HEAD_BYTES]))
+    if not isinstance(value, str):
+        return None
+    if value.startswith("data:"):
+        return KINDS_OF_TYPES.get(value[5:32].partition("/")[0])
+    with suppress(OSError, ValueError):  # binascii.Error is one
+        if len(value) > PATH_LENGTH:
+            return kind_of(base64.b64decode(value[:HEAD_BYTES], validate=True))
+        if MEDIA_NAME.search(column) or (folder / value).is_file():
+            return kind_of(b"", value)
+    return None
 
 
 FORMS = "a path, a data URI, base64 data, bytes, or {'bytes': …, 'path': …}"

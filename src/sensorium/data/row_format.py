@@ -36,6 +36,10 @@ class TaskRows:
     environments: Mapping[str, str]
     environment: EnvironmentSpec | None
 
+    def unread(self, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Nothing: what is no field of a task is refused."""
+        return iter(())
+
     def fields(self, known: Sequence[str], where: str) -> list[str]:
         """The columns to read of those a file has."""
         for column in known:
@@ -153,6 +157,18 @@ class FlatRows:
             metadata={key: str(parts[key]) for key in ("category", "type") if parts.get(key) is not None},
         )
 
+    def unread(self, row: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+        """The columns that no part of a task reads, with what a row has in them; inside of objects too."""
+        for column, value in row.items():
+            path = f"{within}{column}"
+            if path in self.columns.values():
+                continue
+            inside = any(wanted.startswith(f"{path}.") for wanted in self.columns.values())
+            if isinstance(value, Mapping) and (inside or not value.keys() & {"bytes", "path"}):
+                yield from self.unread(value, f"{path}.")
+            else:
+                yield path, value
+
     @staticmethod
     def _media(part: str, kind: MediaKind, parts: Mapping[str, Any], place: Place) -> list[Media]:
         held = parts[part]
@@ -212,6 +228,18 @@ def placeholder_notes(tasks: Sequence[Task]) -> Iterator[tuple[str, list[str], s
                 f"{{type: {tag[1:-1]}, path: FILE}} instead. If the text is meant as it is, nothing needs to change"
             )
             yield tag, found[tag], advice
+
+
+def unread_notes(source: Any) -> Iterator[str]:
+    """A sentence for each column of a source that holds media which no task shows, and the options that read it."""
+    unread: Mapping[str, MediaKind] = getattr(source, "unread_media", dict)()
+    for column, kind in unread.items():
+        part, tag = next(part for part, known in MEDIA.items() if known == kind), PLACEHOLDERS[kind]
+        yield (
+            f"the column '{column}' holds {part} and is not read, so the model does not see them. Read it by the source's "
+            f"options, columns: {{{part}: {column}}}, with {tag} in prompts where each stands, or media_first: true for "
+            "prompts without. If it is left out on purpose, nothing needs to change."
+        )
 
 
 def _unknown(field: str) -> str:

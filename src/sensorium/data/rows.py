@@ -6,7 +6,8 @@ import os
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from io import BufferedReader
 from itertools import accumulate
@@ -16,16 +17,18 @@ from typing import Any, Unpack
 from PIL import Image
 
 from sensorium.data.lru import LRU
-from sensorium.data.media_files import MIB, file_state, open_regular, roots_of
+from sensorium.data.media_files import MIB, file_state, held_kind, open_regular, roots_of
 from sensorium.data.media_store import MediaStore
 from sensorium.data.message_parsing import ClipOptions, Place
 from sensorium.data.pictures import encode_png
 from sensorium.data.row_format import FileRowOptions, RowOptions, layout_of
-from sensorium.vocabulary.errors import DataChanged, RecipeError, TaskError, nearest, similar_file
+from sensorium.vocabulary.content import MediaKind
+from sensorium.vocabulary.errors import DataChanged, MediaError, RecipeError, TaskError, nearest, similar_file
 from sensorium.vocabulary.plain import strict_json, words
 from sensorium.vocabulary.task import Task
 
 ROWS_AT_ONCE = 256
+FIRST_ROWS = 8  # that are searched for media in columns that are not read
 WHOLE_DIGEST = 256 * MIB
 DIGEST_TAIL = 16 * MIB
 READINGS = 3  # how often a read is repeated while the file is touched during it
@@ -67,6 +70,22 @@ class _Rows:
 
     def _read(self, index: int) -> Mapping[str, Any]:
         raise NotImplementedError
+
+    def unread_media(self) -> dict[str, MediaKind]:
+        """Columns in which the first rows have media that no part of a task reads, with their kinds."""
+        found: dict[str, MediaKind] = {}
+        with suppress(OSError, ValueError, NotImplementedError):  # of columns that no row needs
+            for row in self._first_rows():
+                for column, value in self._format.unread(row):
+                    if column not in found and (kind := held_kind(value, column, self._folder)):
+                        found[column] = kind
+        return found
+
+    def _first_rows(self) -> Iterator[Mapping[str, Any]]:
+        """The first rows with all of their columns, as far as they can be read."""
+        for index in range(min(FIRST_ROWS, len(self))):
+            with suppress(TaskError, MediaError):
+                yield self._read(index)
 
     def _place(self, index: int) -> Place:
         return Place(self._names(index)[0], self._folder, self.store, self._clips, self._roots)
@@ -206,6 +225,16 @@ class ParquetRows(_Rows):
                 self._cache.put(group, table)
         return stored_row(table, index - (self._ends[group - 1] if group else 0), place)
 
+    def _first_rows(self) -> Iterator[Mapping[str, Any]]:
+        from pyarrow.parquet import ParquetFile
+
+        stored = self._file.metadata.row_group(0)
+        columns = map(stored.column, range(stored.num_columns))
+        texts = [column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"]
+        # As dictionaries: a value that is repeated in many places is in memory once.
+        with ParquetFile(self.path, read_dictionary=texts) as file:
+            yield from first_values(next(file.iter_batches(FIRST_ROWS)))
+
     def _group(self, group: int, place: Place) -> Any:
         """A row group, read from a file that did not change meanwhile."""
         import pyarrow
@@ -307,6 +336,16 @@ def stored_row(rows: Any, index: int, place: Place) -> dict[str, Any]:
         raise place.error(f"cannot read the row: {words(error)}.") from error
 
 
+def first_values(rows: Any) -> Iterator[dict[str, Any]]:
+    """The first value of each arrow column that is not null, inside of lists too; as many rows as there are columns."""
+    for name in rows.schema.names:
+        column = rows[name]
+        while hasattr(column.type, "value_field"):
+            column = column.flatten()
+        for value in column.drop_null()[:1].to_pylist():
+            yield {name: value}
+
+
 def content_digest(path: Path) -> str:
     """The digest of a file's content: of all of it up to 256 MiB, which takes a second or two.
 
@@ -366,7 +405,8 @@ class HubRows(_Rows):
         files = [content_digest(Path(file["filename"])) for file in rows.cache_files]
         self.row_digests = {f"{data}, split '{split}'": " ".join(files)} if files else {}
         # The arrow form of a row holds a medium's bytes or path as they are.
-        self._rows = rows.select_columns(fields).with_format("arrow")
+        self._all = rows.with_format("arrow")
+        self._rows = self._all.select_columns(fields)
         self._length = len(rows)
         if not self._length:
             raise TaskError(f"the data set '{data}', split '{split}', has no rows.")
@@ -384,6 +424,9 @@ class HubRows(_Rows):
 
     def _read(self, index: int) -> dict[str, Any]:
         return stored_row(self._rows, index, self._place(index))
+
+    def _first_rows(self) -> Iterator[Mapping[str, Any]]:
+        yield from first_values(self._all[:FIRST_ROWS].combine_chunks().to_batches()[0])
 
 
 def _load_split(data: str, name: str | None, split: str, revision: str | None) -> Any:

@@ -27,7 +27,7 @@ from sensorium.cluster.ray_host import found_cluster
 from sensorium.data.media_store import FilesRead
 from sensorium.data.mixture import a_few, each_once, make_sources, resolve_epochs
 from sensorium.data.planner import make_planner
-from sensorium.data.row_format import placeholder_notes
+from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.evaluation.evaluate import Variant, measure
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, context_note, general_note
@@ -141,6 +141,10 @@ def open_trainer(
             watcher.noted(f"tasks.evaluate: {len(ids)} of {len(held_out)} tasks, the first {ids[0]}: {advice}.")
         if not resume or notes:  # an unchanged resumed run has reported them
             long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
+            for place, of_place in {"train": stream.sources, "evaluate": sources}.items():
+                for i, source in enumerate(of_place):
+                    for note in unread_notes(source):
+                        watcher.noted(f"tasks.{place}.{i}: {note}")
             beyond = context_note(recipe, plan.model) if plan.model is not None else ""
             for note in (*cautions(recipe), *filter(None, [beyond]), *start_notes(recipe, few), *long, *unanswered):
                 watcher.noted(note)
