@@ -285,6 +285,12 @@ def test_several_problems_make_one_paragraph() -> None:
     assert paragraph.count("override '") == 3
 
 
+def test_a_value_that_is_of_none_of_several_types_is_one_problem() -> None:
+    with pytest.raises(RecipeError, match=r"model\.chat_template_kwargs\.enable_thinking") as caught:
+        parse_recipe(GOOD, "trial.yaml", ["model.chat_template_kwargs.enable_thinking=[1]"])
+    assert "problems" not in str(caught.value)
+
+
 def test_a_recipe_that_is_not_there_is_named_with_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"no recipe file 'recipes/shape\.yaml'.*did you mean 'shapes'"):
         load_recipe("recipes/shape.yaml")

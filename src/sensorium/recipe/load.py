@@ -5,7 +5,8 @@ All problems are reported in one paragraph, each with its place (file and line, 
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -103,7 +104,7 @@ def check_recipe(data: dict[str, Any], name: str, origins: dict[Place, str] | No
         # Strict, as JSON: lists become tuples and whole numbers floats, and nothing else is converted.
         recipe = Recipe.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        raise RecipeError(_paragraph([_explain(detail, origins, name) for detail in error.errors()])) from None
+        raise RecipeError(_paragraph([_explain(detail, origins, name) for detail in _details(error)])) from None
     found = []
     for at, text in problems(recipe):
         place = tuple(int(part) if part.isdigit() else part for part in at.split("."))
@@ -188,6 +189,18 @@ def _step(target: Any, part: str, place: Place, where: str) -> str | int:
         size = f"it has {len(target)} items, counted from 0" if target else "it is empty"
         raise RecipeError(f"{where}: '{dotted(place)}' is a list and '{part}' is none of its items; {size}.")
     return int(part)
+
+
+def _details(error: ValidationError) -> Iterator[ErrorDetails]:
+    """Its problems; a value that is of none of several types is one."""
+    plain = ("bool", "int", "float", "str")
+    for place, found in groupby(error.errors(), lambda one: one["loc"][:-1] if one["loc"][-1] in plain else one["loc"]):
+        first, *others = found
+        if not others:
+            yield first
+            continue
+        wanted = " or ".join(WANTED[one["type"]] for one in (first, *others))
+        yield {**first, "type": "union", "loc": place, "msg": wanted}
 
 
 def _explain(detail: ErrorDetails, origins: dict[Place, str], name: str) -> str:
