@@ -158,6 +158,26 @@ def test_every_clip_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     assert all(f"bad{i}.wav" in told.found for i in range(20))
 
 
+def test_demonstrations_that_need_more_turns_name_the_setting_and_not_the_answer() -> None:
+    told = findings(rollout={"max_turns": 2, "max_new_tokens": 8})["tasks.train.0 demonstrated play"]
+    assert (told.level, "rollout.max_turns" in told.found, "judged wrong" in told.found) == ("warning", True, False)
+
+
+def test_demonstrations_that_do_not_fit_a_response_are_noted_by_the_dry_run(tmp_path: Path) -> None:
+    row = {"prompt": "What?", "answer": "A", "demonstration": "A long way to say A, which is the first letter"}
+    base = {"name": "a", "steps": 1, "model": {"path": "tiny:qwen2"}, "rewards": {"terms": [{"name": "exact"}]}}
+    base |= {"tasks": {"train": rows(tmp_path / "a.jsonl", row)}}
+    for budget, noted in ((8, True), (len(row["demonstration"]), False)):
+        recipe = parse_recipe(json.dumps(base | {"rollout": {"max_new_tokens": budget}}), "test")
+        assert any(f"rollout.max_new_tokens is {budget}" in line for line in look_at(recipe)) is noted
+    several = {"messages": [{"role": "user", "content": "?"}], "demonstration": ["A", "B", "C"]}
+    several |= {"environment": {"name": "sokoban"}}
+    (tmp_path / "b.jsonl").write_text(json.dumps(several))
+    base["tasks"] = {"train": [{"source": "jsonl", "options": {"path": str(tmp_path / "b.jsonl")}}]}
+    recipe = parse_recipe(json.dumps(base | {"rollout": {"max_turns": 2, "max_new_tokens": 8}}), "test")
+    assert any("rollout.max_turns is 2" in line for line in look_at(recipe))
+
+
 def test_demonstrations_that_are_judged_wrong_are_a_warning_that_names_them(tmp_path: Path) -> None:
     good, bad = ({"id": f"t{i}", "prompt": "What?", "answer": "A", "demonstration": text} for i, text in enumerate("AB"))
     given = {"rewards": {"terms": [{"name": "exact", "options": {"fallback": True}}]}}

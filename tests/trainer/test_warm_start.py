@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import Recipe
-from sensorium.runs.metrics import read_metrics
+from sensorium.report.watcher import Watcher
+from sensorium.runs.metrics import Notice, read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import train
 from tests.recipes import HELD_OUT, SHAPES, parsed, quick
@@ -41,6 +42,25 @@ def test_evaluations_fall_on_the_start_the_end_of_the_warm_start_and_on_steps_of
     asked = recipe(tmp_path, warm_start={"steps": 3}, evaluation=section)
     assert [step for step in range(asked.total_steps + 1) if asked.evaluates_after(step)] == steps
     assert make_plan(asked).evaluations == len(steps)
+
+
+@pytest.mark.parametrize(("budget", "key"), [({"max_turns": 1}, "max_turns"), ({"max_new_tokens": 1}, "max_new_tokens")])
+def test_demonstrations_that_a_rollout_could_not_sample_are_reported(
+    budget: dict[str, int], key: str, tmp_path: Path
+) -> None:
+    boxes = {"source": "environments", "options": {"environment": "sokoban", "size": 4, "options": {"max_turns": 5}}}
+    section = {"max_turns": 5, "max_new_tokens": 99, "max_context_tokens": 4096} | budget
+    found: list[str] = []
+
+    class Doctor(Watcher):
+        def diagnosed(self, notice: Notice) -> None:
+            found.append(notice.text)
+
+    short = recipe(
+        tmp_path, tasks={"train": [boxes]}, rollout=section, evaluation={}, rewards={"terms": [{"name": "environment"}]}
+    )
+    train(short, watchers=[Doctor()])
+    assert any(f"rollout.{key} 1" in text for text in found), found
 
 
 def test_the_warm_start_is_evaluated_at_its_end_and_the_run_is_the_same_as_without(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from sensorium.rewards.function_terms import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
 from sensorium.rewards.reward_term import RewardContext, Term, without_answer
-from sensorium.trainer.health.start_checks import refuse_without_demonstrations, start_notes
+from sensorium.trainer.health.start_checks import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge
 from sensorium.vocabulary.task import Task
@@ -155,6 +155,7 @@ def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE", seen: 
         make_planner(section.planner, stream, MediaStore())
         refuse_without_demonstrations(recipe, few)
         yield from start_notes(recipe, few)
+        yield from _long_demonstrations(recipe, few)
         if recipe.steps and (problem := without_answer(terms, few)):
             weighty = [(term, weight) for term, weight in terms if weight]
             if all(task.answer is None for task in few) and without_answer(weighty, few):
@@ -164,6 +165,18 @@ def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE", seen: 
     seen += held_out
     if problem := without_answer(terms, held_out):
         yield f"tasks.evaluate: {problem}"
+
+
+def _long_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
+    """Demonstrations that take too many tokens. The model's tokenizer is loaded only if one has as many bytes."""
+    if all(len(text.encode()) < recipe.rollout.max_new_tokens for task in tasks for text in task.demonstration):
+        return
+    from sensorium.cli.validation import chat_of
+
+    chat, stand_in, _ = chat_of(recipe, MediaStore())
+    if not stand_in:  # else the model is reported as one that cannot be looked at
+        yield from long_demonstrations(recipe, tasks, lambda text: len(chat.respond(text, "").tokens))
+    chat.decoder.close()
 
 
 def find_names(recipe: Recipe) -> None:

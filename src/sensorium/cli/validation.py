@@ -156,7 +156,19 @@ class ModelFreeSession:
 @contextmanager
 def model_free_session(recipe: Recipe) -> Iterator[ModelFreeSession]:
     """A session without weights; if the model's files are missing, with the tokenizer of a tiny model of its family."""
-    store, model, stand_in, problem = open_store(recipe), recipe.model, "", ""
+    store = open_store(recipe)
+    chat, stand_in, problem = chat_of(recipe, store)
+    scorer = make_scorer(recipe.rewards, None, store)
+    try:
+        yield ModelFreeSession(recipe, store, chat, scorer, stand_in, problem)
+    finally:
+        scorer.close()
+        chat.decoder.close()
+
+
+def chat_of(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str, str]:
+    """The model's chat processor; or, if its files are missing, a stand-in, whose it is, and the problem."""
+    model = recipe.model
     try:
         chat = load_chat_processor(
             model.path,
@@ -170,13 +182,8 @@ def model_free_session(recipe: Recipe) -> Iterator[ModelFreeSession]:
         families = [family for family, facts in FAMILIES.items() if any(part in named for part in facts.names)]
         families += [family for family, facts in FAMILIES.items() if facts.stands_in]
         family = model.family if model.family != "auto" else families[0]
-        chat, stand_in, problem = load_stand_in(family, store), f"tiny:{family}", str(error)
-    scorer = make_scorer(recipe.rewards, None, store)
-    try:
-        yield ModelFreeSession(recipe, store, chat, scorer, stand_in, problem)
-    finally:
-        scorer.close()
-        chat.decoder.close()
+        return load_stand_in(family, store), f"tiny:{family}", str(error)
+    return chat, "", ""
 
 
 # Tasks are played twice: as they are demonstrated, and at random. Problems are findings, and the checks continue.
@@ -427,7 +434,11 @@ def _outcome(
     long = all(episode.info.get("prompt_too_long") for episode in failed)  # of environments, whose prompts show in play
     worst = _level(session.recipe.tasks.on_long_prompt) if long else "error"
     found, level = _counted(text, [episode.failure for episode in failed], worst)
-    wrong = [e for e in episodes if e.correct is False] if check == DEMONSTRATED else []
+    short = [e.task_id for e in episodes if e.info.get("out_of_turns")]
+    if short:
+        found += f"\nrollout.max_turns cuts demonstrations off before they end, so raise it: {', '.join(short)}"
+        level = "warning" if level == "ok" else level
+    wrong = [e for e in episodes if e.correct is False and not short] if check == DEMONSTRATED else []
     if wrong:
         found += f"\ndemonstrations that are judged wrong teach what gets no reward: {', '.join(e.task_id for e in wrong)}"
         level = "warning" if level == "ok" else level

@@ -503,6 +503,8 @@ class _Play:
                 unfinished = result.truncated or (cut and self.task.environment is None)
                 return (Status.TRUNCATED if unfinished else Status.FINISHED), ""
             if out_of_budget or len(self.turns) >= section.max_turns:
+                if self.attempt.demonstrate:
+                    self.info["out_of_turns"] = True
                 return Status.TRUNCATED, ""
             observation = result.observation
 

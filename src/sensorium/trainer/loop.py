@@ -83,7 +83,7 @@ class Trainer:
         self.step, self._phase = 0, "starts"
         self.best: Best | None = None
         self._noted_no_best = False
-        self._demonstrations: tuple[int, int] | None = None
+        self._demonstrations: tuple[int, int, int] | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
         self._forget_played()  # gives the engine the learner's version and weights
@@ -192,14 +192,14 @@ class Trainer:
             await self._unrewarded_demonstrations(groups),
         )
 
-    async def _unrewarded_demonstrations(self, groups: Sequence[Group]) -> tuple[int, int]:
-        """How many of how many demonstrations get no reward; (0, 0) unless a step had no reward at all.
+    async def _unrewarded_demonstrations(self, groups: Sequence[Group]) -> tuple[int, int, int]:
+        """See ``Evidence.demonstrations``; zeros unless a step had no reward at all.
 
         Played once in a run, for a few tasks, and not where that would ask judges.
         """
         episodes = [e for group in groups for e in group.episodes if e.reward is not None]
         if not episodes or any(e.reward and e.correct is not False for e in episodes):
-            return 0, 0
+            return 0, 0, 0
         if self._demonstrations is None:
             scorer, recipe = self.session.scorer, self.recipe
             asks = any(getattr(term, "caches_answers", False) for term, _ in scorer.terms)
@@ -210,7 +210,8 @@ class Trainer:
             shown = [(await scorer.score_group(group)).episodes[0] for group in played]
             judged = [episode for episode in shown if episode.reward is not None]
             without = sum(not episode.reward or episode.correct is False for episode in judged)
-            self._demonstrations = without, len(judged)
+            cut = sum(bool(episode.info.get("out_of_turns")) for episode in judged)
+            self._demonstrations = without, len(judged), cut
         return self._demonstrations
 
     def _credit(self, collected: CollectedStep) -> list[list[CreditedEpisode]]:

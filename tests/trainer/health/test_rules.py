@@ -71,7 +71,7 @@ def facts(row: dict[str, float], *groups: Group, before: Any = (), step: int = 9
         more.pop("fates", {}),
         more.pop("unanswered", {}),
         more.pop("given_up", ()),
-        more.pop("demonstrations", (0, 0)),
+        more.pop("demonstrations", (0, 0, 0)),
     )
     sections = more.pop("sections", {})
     return StepFacts(recipe(**sections), step, row, History(before), evidence, **more)
@@ -236,9 +236,10 @@ def test_without_a_comparison_within_groups_only_equal_rewards_of_all_episodes_a
 def test_demonstrations_without_a_reward_are_named_as_the_cause(rule: str) -> None:
     row = NOTHING | ({"reward/mean": 0.1} if rule == "no_variance" else {})
     without = {"exact": (8, 8)} if rule == "no_answer" else {}
-    for demonstrations, named in (((4, 4), True), ((3, 4), False), ((0, 0), False)):
+    for demonstrations, named in (((4, 4, 0), True), ((3, 4, 0), False), ((0, 0, 0), False), ((4, 4, 4), True)):
         given = facts(row, ZEROS, before=[row] * 2, unanswered=without, demonstrations=demonstrations)
         assert ("4 of 4" in found(given)[rule].text) is named
+        assert ("rollout.max_turns" in found(given)[rule].text) is (demonstrations[2] > 0)
 
 
 def test_who_asks_for_the_tag_already_is_not_told_to_ask_for_it() -> None:

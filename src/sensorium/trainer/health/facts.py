@@ -90,14 +90,15 @@ class Evidence:
 
     ``unanswered``: by term that compares answers, in how many of how many episodes it found none. ``given_up``: why fast
     ways to compute were given up in this process so far. ``demonstrations``: how many of how many demonstrations of tasks
-    like these got no reward themselves; (0, 0) where there are none or nothing made us look.
+    like these got no reward themselves, and how many go on after ``rollout.max_turns``; zeros where there are none or
+    nothing made us look.
     """
 
     groups: tuple[Group, ...] = ()
     fates: Mapping[str, str] = field(default_factory=dict)
     unanswered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     given_up: tuple[str, ...] = ()
-    demonstrations: tuple[int, int] = (0, 0)
+    demonstrations: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -367,9 +367,12 @@ def never_paid(facts: StepFacts) -> Finding | None:
 
 def _unrewarded_demonstrations(facts: StepFacts) -> tuple[str, str] | None:
     """Cause and advice where the demonstrations of the tasks get no reward either: learning from them cannot help."""
-    without, looked_at = facts.evidence.demonstrations
+    without, looked_at, cut = facts.evidence.demonstrations
     if not looked_at or without < looked_at:
         return None
+    if cut:
+        needs = f"{cut} of {looked_at} demonstrations looked at need more turns than rollout.max_turns"
+        return f"{needs} {facts.recipe.rollout.max_turns}, so no episode can end", "Raise it"
     cause = f"the demonstrations themselves get the reward 0 or are judged wrong ({without} of {looked_at} looked at)"
     advice = "Make demonstrations and reward terms agree, on the tag of the answer for one; sensorium validate plays both"
     return cause, advice
@@ -431,9 +434,21 @@ def truncated(facts: StepFacts) -> Finding | None:
     """More than half of the episodes end in a response that was cut off."""
     played = [episode for _, episode in facts.played]
     cut = sum(_was_cut(episode) for episode in played)
-    if facts.supervised or cut <= len(played) / 2 or len(played) < FEWEST:
+    rollout = facts.recipe.rollout
+    limit = rollout.max_new_tokens
+    if facts.supervised:
+        short = sum(bool(e.info.get("out_of_turns")) for e in played)
+        long = sum(any(len(turn.response.tokens) > limit for turn in e.turns) for e in played)
+        if short:
+            what = f"{short} of {len(played)} demonstrations are cut off before they end"
+            return Finding(
+                "truncated", what, f"they need more turns than rollout.max_turns {rollout.max_turns}", "Raise it"
+            )
+        what = f"{long} of {len(played)} demonstrations have a response that could not be sampled"
+        cause = f"it is longer than rollout.max_new_tokens {limit}"
+        return Finding("truncated", what, cause, "Raise it") if long else None
+    if cut <= len(played) / 2 or len(played) < FEWEST:
         return None
-    limit = facts.recipe.rollout.max_new_tokens
     what = f"{cut} of {len(played)} episodes end in a response that was cut off"
     cause = f"it reached rollout.max_new_tokens {limit} before the model ended it"
     advice = _let_end(facts) or "Raise it, or teach the model to end (a warm start, the term overlong)"

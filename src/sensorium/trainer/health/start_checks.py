@@ -31,6 +31,12 @@ def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
             f"{len(lacking)} of {len(tasks)} tasks looked at have no demonstration; the warm start leaves such tasks out. "
             f"The first is {lacking[0].id}."
         )
+    turns = max((len(task.demonstration) for task in tasks if task.environment is not None), default=0)
+    if turns > recipe.rollout.max_turns:
+        yield (
+            f"demonstrations of the {len(tasks)} tasks looked at take up to {turns} turns, and rollout.max_turns is "
+            f"{recipe.rollout.max_turns}: no episode can end as they do. Raise it to {turns} at least."
+        )
     if recipe.cluster.environments and tasks and all(task.environment is None for task in tasks):
         yield (
             f"cluster.environments is {recipe.cluster.environments}, and the {len(tasks)} tasks looked at are questions, "
@@ -60,8 +66,6 @@ def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
 
 def long_demonstrations(recipe: Recipe, tasks: Sequence[Task], tokens: Callable[[str], int]) -> Iterator[str]:
     """Notes about demonstrations that are too long to be sampled; ``tokens`` counts a response with its stop token."""
-    if not recipe.warm_start.steps:
-        return
     limit = recipe.rollout.max_new_tokens
     lengths = [tokens(text) for task in tasks for text in task.demonstration]
     if long := [length for length in lengths if length > limit]:
