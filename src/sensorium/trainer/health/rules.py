@@ -431,7 +431,7 @@ def constant_term(facts: StepFacts) -> Finding | None:
 
 
 def truncated(facts: StepFacts) -> Finding | None:
-    """More than half of the episodes end in a response that was cut off."""
+    """More than half of the episodes end in a response that was cut off, or a demonstration could not be sampled."""
     played = [episode for _, episode in facts.played]
     cut = sum(_was_cut(episode) for episode in played)
     rollout = facts.recipe.rollout
