@@ -655,7 +655,19 @@ GENERAL: dict[str, General] = {
     ),
     "olmo2": General(lambda ids: {"model_type": "olmo2", **text()}),
     "granite": General(lambda ids: {"model_type": "granite", **text()}),
-}
+    "gpt2": General(
+        lambda ids: {
+            "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LONGEST, "attn_pdrop": 0,
+            "embd_pdrop": 0, "resid_pdrop": 0, "summary_first_dropout": 0,
+        }
+    ),
+    "bert": General(lambda ids: {"model_type": "bert", **text()}, refused="is_decoder"),
+    "mamba": General(lambda ids: {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}, refused="keys"),
+    "rwkv": General(lambda ids: {"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2}, refused="keys"),
+    "openai-gpt": General(
+        lambda ids: {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 4}, refused="keys"
+    ),
+}  # fmt: skip
 
 
 def _with_length(processor: Any, length: int) -> Any:

@@ -77,7 +77,8 @@ def _kinds(sees: Any, hears: Any) -> str:
 
 
 def _reason(error: ModelError, path: Path) -> str:
-    return str(error).replace(f"model.path '{path}': ", "").replace("cannot load the checkpoint: ", "").rstrip(".")
+    said = str(error).replace(f"model.path '{path}': ", "").replace("cannot load the checkpoint: ", "").rstrip(".")
+    return said.partition("cannot be trained: ")[2] or said
 
 
 def test_the_table_of_the_page_is_what_loading_finds_out(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.sound import encode_wav
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
-from sensorium.models.load import load_policy
+from sensorium.models.load import check_checkpoint, load_policy
 from sensorium.models.load_chat import load_chat_processor
-from sensorium.recipe.schema import LoraSection
+from sensorium.recipe.schema import LoraSection, ModelSection
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import MediaError, ModelError, RecipeError
 from tests.engines.conftest import ask, generate
-from tests.general_checkpoints import make_checkpoint
+from tests.general_checkpoints import GENERAL, make_checkpoint
 
 POSITIONS = 48
 
@@ -97,6 +97,43 @@ def test_layers_that_peft_refuses_to_adapt_are_an_error_of_their_key(tmp_path: P
             load_policy(folder, store=MediaStore(), lora=LoraSection(rank=2, modules=modules))
     taken = load_policy(folder, store=MediaStore(), lora=LoraSection(rank=2, modules=("q_proj", "out_proj")))
     assert taken.adapters is not None
+
+
+@pytest.mark.parametrize("name", ["bert", "mamba", "rwkv", "openai-gpt"])
+def test_what_cannot_go_on_from_a_cache_is_refused_by_the_dry_run_too(name: str, tmp_path: Path) -> None:
+    folder = str(make_checkpoint(name, tmp_path / name))
+    for look in (lambda: check_checkpoint(ModelSection(path=folder)), lambda: load_policy(folder, store=MediaStore())):
+        with pytest.raises(ModelError, match=GENERAL[name].refused) as caught:
+            look()
+        assert "Use " in str(caught.value), "a way out"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_next"])
+def test_layers_that_have_no_adapters_are_refused_by_the_dry_run_too(name: str, tmp_path: Path) -> None:
+    folder, lora = str(make_checkpoint(name, tmp_path / name)), LoraSection(rank=2)
+    said = []
+    for look in (
+        lambda: check_checkpoint(ModelSection(path=folder, lora=lora)),
+        lambda: load_policy(folder, store=MediaStore(), lora=lora),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            look()
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    if name == "gpt2":
+        assert "model.lora.rank to 0" in said[0]
+    else:
+        named = tuple(said[0].partition("modules: [")[2].partition("]")[0].split(", "))
+        taken = LoraSection(rank=2, modules=named)
+        assert check_checkpoint(ModelSection(path=folder, lora=taken)) == []
+        assert load_policy(folder, store=MediaStore(), lora=taken).adapters is not None
+
+
+def test_a_part_that_the_model_has_not_cannot_be_frozen(tmp_path: Path) -> None:
+    folder = str(make_checkpoint("gemma3", tmp_path / "gemma"))
+    with pytest.raises(RecipeError, match=r"'audio'.*vision"):
+        check_checkpoint(ModelSection(path=folder, freeze=("audio",)))
+    assert check_checkpoint(ModelSection(path=folder, freeze=("vision",))) == []
 
 
 def test_a_config_that_names_no_token_of_pictures_does_not_quietly_make_a_model_of_text(tmp_path: Path) -> None:

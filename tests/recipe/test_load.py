@@ -279,6 +279,11 @@ def test_freezing_all_but_the_ear_leaves_something_to_train() -> None:
         parse_recipe(GOOD, "trial.yaml", [*model, frozen])
 
 
+def test_a_part_that_the_model_has_not_cannot_be_frozen() -> None:
+    assert "vision" in refused("model.path=tiny:qwen2_5_vl", "model.freeze=[audio]")
+    parse_recipe(GOOD, "trial.yaml", ["model.path=Some/Model", "model.freeze=[audio]"])
+
+
 def test_several_problems_make_one_paragraph() -> None:
     paragraph = refused("steps=x", "seed=y", "batch.sise=3")
     assert paragraph.startswith("3 problems. (1) ")

@@ -117,6 +117,12 @@ class General:
         self.head = StockHead(model)
         self._core = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
         parameters = inspect.signature(model.forward).parameters
+        if "past_key_values" not in parameters:
+            raise ModelError(
+                f"a model of type '{model.config.model_type}' cannot be trained: its class keeps no keys and values of "
+                "what it has read, from which sampling goes on token by token. Use a checkpoint whose layers attend to "
+                "earlier tokens (docs/guides/families.md lists types that were tried)."
+            )
         self._takes = None if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) else frozenset(parameters)
         self._places = "position_ids" in parameters
         self._keeps = "logits_to_keep" in parameters
@@ -371,6 +377,11 @@ def refuse_general(config: Any) -> None:
         )
     elif name not in known:
         reason = "transformers has no class for it that writes text after text, pictures or sounds"
+    elif getattr(text, "is_decoder", True) is False and name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        reason = (
+            "it is an encoder, whose tokens see those that follow them (is_decoder: false in its config.json), so an "
+            "answer cannot be sampled token by token. Use a checkpoint of a decoder"
+        )
     elif getattr(text, "cross_attention_layers", None):
         reason = (
             "its pictures are read by cross-attention, which text before the first picture sees too: a later picture "
@@ -510,7 +521,10 @@ class SelfCheck:
         parts = [made.logits[0]]
         cache, answer = made.get("past_key_values"), segments[1].tokens
         if cache is None:
-            raise ModelError("its forward returns no cache of keys and values")
+            raise ModelError(
+                "its forward keeps no keys and values of what it has read, from which an answer goes on token by token; "
+                "use a checkpoint of another type (docs/guides/families.md)"
+            )
         for i, token in enumerate(answer[:-1]):
             made = self._general.step(
                 cache, [token], [prompt.next_position + i], torch.ones(1, len(prompt) + i + 1, dtype=torch.long)

@@ -34,7 +34,7 @@ from sensorium.models.load_chat import (
     of_its_family,
     read_config,
 )
-from sensorium.models.lora import add_adapters, choose_layers
+from sensorium.models.lora import add_adapters, inject
 from sensorium.models.policy import Policy, Precision
 from sensorium.models.published_layout import common_name
 from sensorium.models.quiet import quiet
@@ -43,7 +43,7 @@ from sensorium.models.weight_files import STORED, WeightFile, free_memory, whole
 from sensorium.recipe.family_facts import GENERAL, is_unloaded
 from sensorium.recipe.schema import LoraSection, ModelSection
 from sensorium.recipe.shape import cached_folder, is_ours, part_of, told_by_part
-from sensorium.vocabulary.errors import ModelError, nearest
+from sensorium.vocabulary.errors import ModelError, RecipeError, nearest
 
 GIB = 1 << 30
 LONG_LOAD = 4 * GIB  # loads of at least so many bytes are announced
@@ -212,8 +212,12 @@ def check_checkpoint(section: ModelSection, path: str = "") -> list[str]:
             _refuse_dropout(path, model)
         with of_its_family(checkpoint):
             checkpoint.adapter_class(model)
+        groups = groups_of(checkpoint.adapter_class, model)
+        for group in section.freeze:
+            if group not in groups:
+                raise RecipeError(f"model.freeze: the model has no parameter group '{group}'{nearest(group, list(groups))}")
         if section.lora.rank:
-            choose_layers(model, groups_of(checkpoint.adapter_class, model), section.lora)
+            inject(model, groups, section.lora, path, empty=True)
     try:
         _check_memory(path, files, dtype, find_device(section.device), section.unused_weights)
     except ModelError as error:

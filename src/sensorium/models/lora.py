@@ -36,20 +36,7 @@ def add_adapters(model: Any, groups: Prefixes, section: LoraSection, seed: int, 
 
     The A matrices depend on the seed and the layer's name alone, not on the device. ``base`` names the model.
     """
-    import peft
-
-    chosen = choose_layers(model, groups, section)
-    try:
-        with torch.random.fork_rng(devices=[]):  # peft draws its own A, on the CPU
-            peft.inject_adapter_in_model(_config(section, chosen, base), model)
-    except ValueError as error:  # of some mixtures it takes the layers of all experts or none
-        raise RecipeError(f"model.lora.modules: peft refuses these layers: {error} Name others.") from error
-    adapters = Adapters(model.eval(), section, base)
-    if strange := sorted(adapters.layers.keys() ^ set(chosen)):
-        raise RecipeError(
-            f"model.lora: the installed peft adapts other layers than it is asked for ({strange[0]} differs). Use another "
-            "version of peft, or name layers that it takes as they are (model.lora.modules)."
-        )
+    adapters = inject(model, groups, section, base)
     with torch.no_grad():
         for name, layer in adapters.layers.items():
             matrix_RI = layer.lora_A[NAME].weight
@@ -57,6 +44,26 @@ def add_adapters(model: Any, groups: Prefixes, section: LoraSection, seed: int, 
             generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
             # Uniform within 1/√inputs, as a linear layer is initialized.
             matrix_RI.copy_((2 * torch.rand(matrix_RI.shape, generator=generator) - 1) / matrix_RI.shape[1] ** 0.5)
+    return adapters
+
+
+def inject(model: Any, groups: Prefixes, section: LoraSection, base: str, *, empty: bool = False) -> "Adapters":
+    """Adapters with the numbers that peft draws, or on the device ``meta`` if the model is there too (``empty``)."""
+    import peft
+
+    chosen = choose_layers(model, groups, section)
+    try:
+        with torch.random.fork_rng(devices=[]):  # peft draws its own A, on the CPU
+            peft.inject_adapter_in_model(_config(section, chosen, base), model, low_cpu_mem_usage=empty)
+    except ValueError as error:  # of some mixtures it takes the layers of all experts or none
+        raise RecipeError(f"model.lora.modules: peft refuses these layers: {error} Name others.") from error
+    adapters = Adapters(model.eval(), section, base)
+    if strange := sorted(adapters.layers.keys() ^ set(chosen)):
+        taken = _endings([layer for layer in chosen if layer in adapters.layers])
+        raise RecipeError(
+            f"model.lora: the installed peft adapts other layers than it is asked for ({strange[0]} differs). Name those "
+            f"that it takes as they are, model.lora.modules: [{taken}], or use another version of peft."
+        )
     return adapters
 
 
@@ -74,9 +81,10 @@ def choose_layers(model: Any, groups: Prefixes, section: LoraSection) -> list[st
         if not by_group[group]:
             with_some = ", ".join(name for name, layers in by_group.items() if layers)
             tied = " (its head shares the weights of the embeddings)" if group == "head" else ""
-            raise RecipeError(
-                f"model.lora.groups: '{group}' has no linear layers to adapt{tied}; this model has some in: {with_some}."
+            where = (
+                f"this model has some in: {with_some}" if with_some else "no other part has any: set model.lora.rank to 0"
             )
+            raise RecipeError(f"model.lora.groups: '{group}' has no linear layers to adapt{tied}; {where}.")
         fitting = [layer for layer in by_group[group] if ends_in(layer, section.modules)]
         if not fitting:
             raise RecipeError(

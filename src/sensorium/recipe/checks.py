@@ -362,9 +362,12 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
         yield "model.revision", f"it is for hub ids, and model.path '{model.path}' is none; leave it out."
     if model.device.split(":")[0] not in DEVICES:
         yield "model.device", f"unknown device '{model.device}'{nearest(model.device, list(DEVICES))}"
+    parts = _parts(model) if model.freeze else set[str]()
     for i, group in enumerate(model.freeze):
         yield from _group(group, f"model.freeze.{i}")
-    if model.freeze and _parts(model) <= set(model.freeze):
+        if group in {*PARAMETER_GROUPS} - parts - {"head"}:
+            yield f"model.freeze.{i}", f"the model has no parameter group '{group}'{nearest(group, sorted(parts))}"
+    if model.freeze and parts <= set(model.freeze):
         yield "model.freeze", "every part of the model is frozen; leave at least one out, so that something is trained."
     for place, optimizer in _optimizers(recipe):
         for group, rate in optimizer.group_lr.items():

@@ -193,8 +193,10 @@ def _step(target: Any, part: str, place: Place, where: str) -> str | int:
 
 def _details(error: ValidationError) -> Iterator[ErrorDetails]:
     """Its problems; a value that is of none of several types is one."""
-    plain = ("bool", "int", "float", "str")
-    for place, found in groupby(error.errors(), lambda one: one["loc"][:-1] if one["loc"][-1] in plain else one["loc"]):
+    plain = {"bool", "int", "float", "str"}
+    for place, found in groupby(
+        error.errors(), lambda one: one["loc"][:-1] if plain.intersection(one["loc"][-1:]) else one["loc"]
+    ):
         first, *others = found
         if not others:
             yield first
