@@ -50,15 +50,18 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Level:
-    """Runs of one depth. ``parents_R``: the state that each starts from, among those that the level above keeps.
+    """Runs of one depth. ``parents_R``: the run of the level above whose state each starts from.
 
-    ``places_N``: their tokens in the row. ``kept``: the runs that others start from. ``ends_R1``: where runs begin and end.
+    ``places_N``: their tokens in the row. ``kept``: whether others start from their states. ``ends_R1``: where runs begin
+    and end.
     """
 
     places_N: Tensor
     ends_R1: Tensor
     parents_R: Tensor | None
-    kept: Tensor
+    children: Tensor  # how many of them start from each run of the level above
+    by_parent: Tensor | None  # these runs by the run they start from; None: as they are
+    kept: bool
     batches: tuple[_Batch, ...]
     order_R: Tensor  # the level's runs among those of its batches
     order_N: Tensor  # the level's tokens among those of its batches, padding included
@@ -78,10 +81,10 @@ class TreeStates:
             by_depth.setdefault(_depth(run, depths), []).append(run)
         below = {nearest_above(run) for run in self._runs}
         self._levels: list[_Level] = []
-        kept: list[TokenRun] = []
+        above: list[TokenRun] = []
         for _, level in sorted(by_depth.items()):
-            self._levels.append(_level(level, kept, below, device))
-            kept = [run for run in level if run in below]
+            self._levels.append(_level(level, above, below, device))
+            above = level
         places_T = torch.cat([level.places_N for level in self._levels])
         # Level by level, as the row itself may be: then nothing is moved.
         moved = not torch.equal(places_T, torch.arange(len(places_T), device=device))
@@ -98,9 +101,8 @@ class TreeStates:
             before = None
             if level.parents_R is not None:
                 assert states_RGKV is not None, "a run below another starts from its state"
-                before = states_RGKV.index_select(0, level.parents_R)
+                before = _Before.apply(states_RGKV, level)
             out_NGV, states_RGKV = (_in_one_call if fast else _in_batches)(level, own, before)
-            states_RGKV = None if states_RGKV is None else states_RGKV.index_select(0, level.kept)
             outs.append(out_NGV)
         out_TGV = torch.cat(outs)
         return (out_TGV if self._back_T is None else out_TGV.index_select(0, self._back_T))[None]
@@ -139,10 +141,28 @@ class TreeStates:
         return by_torch(net, row)[0].index_copy(0, window.places_M, first_MC)[None]
 
 
+class _Before(torch.autograd.Function):
+    """States by the run that each starts from. The gradient is summed run by run: an index_add would sort on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, states_RGKV: Tensor, level: _Level) -> Tensor:
+        assert level.parents_R is not None, "the first level starts from nothing"
+        ctx.level = level
+        return states_RGKV.index_select(0, level.parents_R)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        shape, level = gradients[0].shape, ctx.level
+        rows = gradients[0].flatten(1)
+        rows = rows if level.by_parent is None else rows.index_select(0, level.by_parent)
+        summed = torch.segment_reduce(rows.contiguous(), "sum", lengths=level.children, axis=0, unsafe=True, initial=0)
+        return summed.view(-1, *shape[1:]), None
+
+
 def _in_one_call(level: _Level, tokens: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Runs end to end, by the kernels."""
     query, key, value, decay, beta = (x[None] for x in tokens)
-    out, after = fla_chunks(query, key, value, decay, beta, before, level.ends_R1, final=len(level.kept) > 0)
+    out, after = fla_chunks(query, key, value, decay, beta, before, level.ends_R1, final=level.kept)
     return out[0], after
 
 
@@ -177,7 +197,6 @@ def _level(runs: list[TokenRun], above: list[TokenRun], below: set[TokenRun | No
     ends = np.cumsum([0, *(run.length for run in runs)])
     number = {run: i for i, run in enumerate(above)}
     parents = [number[parent] for run in runs if (parent := nearest_above(run)) is not None]
-    kept = [i for i, run in enumerate(runs) if run in below]
 
     def chunks(i: int) -> int:
         return -(-runs[i].length // CHUNK)
@@ -197,7 +216,9 @@ def _level(runs: list[TokenRun], above: list[TokenRun], below: set[TokenRun | No
         places_N=torch.from_numpy(places_N).to(device),
         ends_R1=torch.from_numpy(ends).to(device),
         parents_R=torch.tensor(parents, device=device) if above else None,
-        kept=torch.tensor(kept, dtype=torch.long, device=device),
+        children=torch.from_numpy(np.bincount(parents, minlength=len(above)) if above else np.zeros(0, int)).to(device),
+        by_parent=None if parents == sorted(parents) else torch.from_numpy(np.argsort(parents, kind="stable")).to(device),
+        kept=any(run in below for run in runs),
         batches=tuple(batches),
         order_R=torch.cat([batch.runs_R for batch in batches]).argsort(),
         order_N=torch.from_numpy(order_N).to(device),
