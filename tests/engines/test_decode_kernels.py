@@ -1,6 +1,8 @@
 """The kernels of a decode step give what plain torch gives. Where there is no GPU they run in Triton's interpreter."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_torch import FINE_SCALE
+from sensorium.models.delta_net import hand_over_states
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 if torch.cuda.is_available():
@@ -52,6 +55,22 @@ def make_rows(
         layouts.append(RowLayout(i, length, length, 5 + i, 2**63 + i, kind, pages, share, names[group]))
     state.lay_out(layouts, len(lengths), torch.arange(len(lengths), device=DEVICE))
     return state.view(len(lengths))
+
+
+def delta_net(hidden: int, heads: int, groups: int, size: int, value: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A gated delta net of Qwen3.5 whose states the caller holds, with weights that all matter."""
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+    config = Qwen3_5TextConfig(
+        hidden_size=hidden, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=heads,
+        linear_num_value_heads=groups, linear_key_head_dim=size, linear_value_head_dim=value,
+    )  # fmt: skip
+    net: Any = Qwen3_5GatedDeltaNet(config, 0).to(DEVICE, dtype).requires_grad_(False)
+    hand_over_states(SimpleNamespace(layers=[SimpleNamespace(linear_attn=net)]))
+    for i, parameter in enumerate((net.dt_bias, net.norm.weight)):
+        parameter.add_(normal(*parameter.shape, dtype=dtype, seed=20 + i))
+    return net
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -225,6 +244,75 @@ def test_projections_in_parts_go_to_their_places(kernels: TorchOps, dtype: torch
         queries.append(ops.project(parts, normal(4, 256, dtype=dtype, seed=4), rotary, rows, blocks[-1]))
     assert close(*queries)
     assert close(*blocks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [8, 32])
+@pytest.mark.parametrize("hidden", [256, 192])  # as one product in parts, and as three
+def test_gated_queries_go_to_their_places_and_gates_open(
+    kernels: TorchOps, dtype: torch.dtype, rotated: int, hidden: int
+) -> None:
+    rows = make_rows([0, 63, 64, 200], [0, 0, 0, 0], [0, 1, 2, 3])
+    size, heads, kv_heads = 32, 8, 4
+    layers = [
+        torch.nn.Linear(hidden, n * size, bias=False, device=DEVICE, dtype=dtype).requires_grad_(False)
+        for n in (2 * heads, kv_heads, kv_heads)
+    ]
+    unit = NormWeights(normal(hidden, dtype=dtype), 1e-6, centred=True)
+    norms = tuple(NormWeights(normal(size, dtype=dtype, seed=seed), 1e-6, centred=True) for seed in (0, 1))
+    parts = LayerParts(0, unit, *layers, layers[0], norms, size, 0.3, unit, layers[0], gated=True)
+    rotary = normal(4, rotated, dtype=dtype, seed=8), normal(4, rotated, dtype=dtype, seed=9)
+    blocks, queries, seen = [], [], []
+    for ops in (kernels, TorchOps()):
+        blocks.append(normal(2, 12, kv_heads, PAGE, size, dtype=dtype, seed=3))
+        query = ops.project(parts, normal(4, hidden, dtype=dtype, seed=4), rotary, rows, blocks[-1])
+        assert isinstance(query, Tensor)
+        assert query.shape == (2, 4, heads, size)
+        queries.append(query)
+        seen.append(ops.attend(query, rows, blocks[-1], parts.scaling))
+    assert close(*blocks)
+    for found, expected in zip(queries[0], queries[1], strict=True):
+        assert close(found, expected)
+    assert close(*seen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 200])
+def test_results_of_mixers_are_rounded_and_norms_may_be_centred(kernels: TorchOps, dtype: torch.dtype, rows: int) -> None:
+    x, residual = normal(rows, 256, dtype=dtype), normal(rows, 128, seed=1)
+    norm = NormWeights(normal(128, dtype=dtype, seed=2), 1e-6, centred=True)
+    layer = torch.nn.Linear(256, 128, bias=False, device=DEVICE, dtype=dtype).requires_grad_(False)
+    found, expected = (ops.add_product(layer, x, residual, norm, rounded=True) for ops in (kernels, TorchOps()))
+    assert close(found[0], expected[0])
+    assert (found[1] - residual - (x.float() @ layer.weight.float().T).to(dtype)).abs().max() <= TOLERANCE[dtype]
+    stock = torch.nn.functional.rms_norm(residual, (128,), eps=1e-6) * (1 + norm.weight.float())
+    assert close(kernels.norm(residual, norm), stock.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("sizes", [(16, 32, 16, 16), (1, 3, 40, 24)])  # projections in parts, and one by one
+def test_a_delta_net_step_by_step(
+    kernels: TorchOps, dtype: torch.dtype, rows: int, sizes: tuple[int, int, int, int]
+) -> None:
+    """Three steps, so that windows and states are those that the kernel left; two rows are on the scratch slot."""
+    net = delta_net(256, *sizes, dtype=dtype)
+    _, groups, size, value = sizes
+    slots = torch.randperm(rows + 3, generator=torch.Generator().manual_seed(0))[:rows].to(DEVICE)
+    slots[:2] = 0
+    used, kept = slots[slots > 0], torch.tensor([i for i in range(1, rows + 3) if i not in slots.tolist()], device=DEVICE)
+    results = []
+    for ops in (kernels, TorchOps()):
+        windows, states = (
+            normal(rows + 3, 3, net.conv_dim, dtype=dtype, seed=2),
+            normal(rows + 3, groups, size, value, seed=3),
+        )
+        outs = [ops.mix(net, normal(rows, 256, dtype=dtype, seed=i), windows, states, slots)[slots > 0] for i in range(3)]
+        assert torch.equal(states[kept], normal(rows + 3, groups, size, value, seed=3)[kept])
+        results.append([*outs, windows[used], states[used]])
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

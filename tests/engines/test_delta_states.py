@@ -5,13 +5,14 @@ padding, or that of another row, differs by far more than rounding.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
 from sensorium.engines.native.delta_states import RowStates, StateSlots, layer_places
-from sensorium.engines.native.graphs import DecodeRunner
+from sensorium.engines.native.graphs import DecodeRunner, FusedStep
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.pipeline import PagedWriter
 from sensorium.engines.protocol import Request, Response, Sampling
@@ -87,6 +88,26 @@ def test_groups_of_different_lengths_fork_leave_and_join(bench: Bench, kv: str, 
         assert_exact(bench, [*request.context, response.segment])
     assert engine.counters.prefills == 5, "prompts are stored, with their states"
     assert given_back(engine)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_fused_step_with_kernels(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU they run in Triton's interpreter. Rows leave at different times and go on from their states."""
+    from sensorium.engines.native.decode_kernels import TritonOps
+
+    monkeypatch.setattr(DecodeRunner, "_fast_ops", lambda _: TritonOps())
+    engine = engine_of(bench, "pages")
+    context = [bench.policy.chat.render([user(bench.picture(1), "what?")])]
+    requests = [
+        ask(f"{i}", context, Sampling(temperature=0.8, max_new_tokens=1 + i, stop_tokens=False), order=(i,), key=i)
+        for i in range(3)
+    ]
+    for request, response in zip(requests, generate(engine, *requests), strict=True):
+        assert_exact(bench, [*request.context, response.segment])
+    writer = engine._writer
+    assert isinstance(writer, PagedWriter)
+    assert (type(writer._runner._step), type(writer._runner._ops)) == (FusedStep, TritonOps)
+    assert not engine.notes
 
 
 def second_turns(bench: Bench, engine: NativeEngine, requests: list[Request], first: list[Response]) -> list[int]:

@@ -5,7 +5,6 @@ import ast
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +21,8 @@ from sensorium.kernels.matched_ops import KeyStore, QueryTiles, TorchMatched
 from sensorium.kernels.operations import OPERATIONS, forms
 from sensorium.learner.forward import FORBIDDEN
 from sensorium.learner.optimizer import ParameterState, Rates
-from sensorium.models.delta_net import DeltaTokens
 
-from ..engines.test_decode_kernels import VOCAB, make_rows
+from ..engines.test_decode_kernels import VOCAB, delta_net, make_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOURCE = Path(sensorium.__file__).parent
@@ -123,23 +121,17 @@ def compare_place() -> None:
     close(results[1], results[0])
 
 
-def compare_delta() -> None:
+def compare_mix() -> None:
     """Six rows of which two work on the scratch slot, whose states mean nothing."""
     from sensorium.engines.native.decode_kernels import TritonOps
 
-    heads, groups, size, value = 2, 4, 16, 24
-    channels = 2 * heads * size + groups * value
-    conv = nn.Conv1d(channels, channels, 4, groups=channels, bias=True, device=DEVICE).requires_grad_(False)
-    net = SimpleNamespace(
-        conv1d=conv, conv_kernel_size=4, conv_dim=channels, activation="silu", key_dim=heads * size, num_k_heads=heads,
-        value_dim=groups * value, num_v_heads=groups, head_k_dim=size, head_v_dim=value,
-    )  # fmt: skip
-    tokens = DeltaTokens(normal(6, 1, channels), normal(6, 1, groups).sigmoid(), -normal(6, 1, groups, seed=1).abs())
+    net = delta_net(64, heads=2, groups=4, size=16, value=24)
+    channels = net.conv_dim
     slots = torch.tensor([3, 1, 0, 4, 0, 2], device=DEVICE)
     results = []
-    for form, ops in zip(forms("decode delta"), (TorchOps(), TritonOps()), strict=True):
-        windows, states = normal(6, 3, channels, seed=2), normal(6, groups, size, value, seed=3)
-        out = form(ops, net, tokens, windows, states, slots)
+    for form, ops in zip(forms("decode mix"), (TorchOps(), TritonOps()), strict=True):
+        windows, states = normal(6, 3, channels, seed=2), normal(6, 4, 16, 24, seed=3)
+        out = form(ops, net, normal(6, 64, seed=4), windows, states, slots)
         results.append((out[slots > 0], windows[1:], states[1:]))
     close(results[1], results[0])
 
@@ -236,7 +228,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"decode {name}": lambda name=name: compare_decode(name) for name in decode_arguments()},
     "layer rotate_into": compare_rotate_into,
     "decode place": compare_place,
-    "decode delta": compare_delta,
+    "decode mix": compare_mix,
     "decode draw": compare_draw,
     "pages written": compare_pages_written,
     "pages copied": compare_pages_copied,

@@ -192,8 +192,9 @@ def attend_own(
 
 @triton.jit(do_not_specialize=["splits", "own_splits", "least"])
 def merge(
-    partial, weights, shared, out, splits, own_splits, least,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr,
+    partial, weights, shared, gates, out, splits, own_splits, least,
+    GATED: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = row * HEADS + tl.program_id(1)
@@ -208,8 +209,11 @@ def merge(
     factor = tl.exp2(weight - tl.max(weight, 0))
     used = (given & (factor > 0))[:, None] & (d < SIZE)[None, :]
     part = tl.load(partial + (at * total + s)[:, None] * SIZE + d[None, :], mask=used, other=0.0)
-    merged = tl.sum(part * factor[:, None], 0) / tl.sum(factor, 0)
-    tl.store(out + at * SIZE + d, merged.to(out.dtype.element_ty), mask=d < SIZE)
+    merged = (tl.sum(part * factor[:, None], 0) / tl.sum(factor, 0)).to(out.dtype.element_ty)
+    if GATED:
+        gate = tl.load(gates + at * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
+        merged = (merged.to(tl.float32) * gate).to(out.dtype.element_ty)
+    tl.store(out + at * SIZE + d, merged, mask=d < SIZE)
 
 
 BLOCK = 4096

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sensorium.kernels.attention_triton import after_previous, launch_ahead
 from sensorium.kernels.layer_ops import is_plain
 from sensorium.kernels.layer_torch import FINE_SCALE
-from sensorium.kernels.layer_triton import fitted
+from sensorium.kernels.layer_triton import fitted, scaled
 
 # A product whose output is narrow is cut along the inner size into parts, so that all multiprocessors read; whoever takes
 # the result sums the parts (``parts_PBN``, float32). Gate and up are read side by side and leave as one. Axes: B rows, N
@@ -38,11 +38,11 @@ class Tiling:
     stages: int
 
 
-def fits(layers: Sequence[nn.Module], x_BK: Tensor, largest: int = LARGEST) -> bool:
+def fits(layers: Sequence[nn.Module], x_BK: Tensor, largest: int = LARGEST, outputs: int = 128) -> bool:
     """Whether kernels can take these linear layers together: plain weights of shapes that divide into tiles."""
     if x_BK.shape[0] > largest or x_BK.shape[1] % 128 or not x_BK.is_contiguous():
         return False
-    return all(is_plain(layer) and not layer.out_features % 128 and _meets(layer.weight, x_BK) for layer in layers)
+    return all(is_plain(layer) and not layer.out_features % outputs and _meets(layer.weight, x_BK) for layer in layers)
 
 
 def _meets(weight: Tensor, x: Tensor) -> bool:
@@ -56,15 +56,23 @@ def narrow_tiling(rows: int, outputs: int, inner: int) -> Tiling:
     parts = max(1, min(8, inner // 512, 128 // tiles))
     if rows <= 64:
         parts = 1 << (parts.bit_length() - 1)  # queries, keys and values of 2,560 in 3 parts gain from 65 rows on
-    return Tiling(64, 128 if rows <= 64 else 64, parts, 4, 5)
+    return Tiling(64, 128 if rows <= 64 else 64, parts, 4, 5 if tiles <= 132 else 3)  # of 3 stages two fit at once
+
+
+def few_outputs(inner: int) -> Tiling:
+    """For a product of 64 outputs or so, which runs beside a large one."""
+    return Tiling(32, 128, max(1, inner // 512), 4, 3)
 
 
 WIDE = Tiling(128, 64, 1, 4, 4)  # for gate and up
 WIDE_MANY = Tiling(128, 64, 1, 8, 4)  # the same for more than 64 rows: the fastest of seven
 
 
-def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None = None) -> Tensor:
-    """Parts [P, B, N] of x times up to three weights [·, K], one after the other; their sum is the product."""
+def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None = None, ahead: bool = True) -> Tensor:
+    """Parts [P, B, N] of x times up to three weights [·, K], one after the other; their sum is the product.
+
+    Not ``ahead``: on a stream of its own, launched when all before it is done.
+    """
     rows, inner = x_BK.shape
     sizes = [weight.shape[0] for weight in weights]
     total = sum(sizes)
@@ -75,7 +83,8 @@ def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None
     _parts[(total // tiling.outputs, tiling.parts)](
         x_BK, first, second, third, parts_PBN, rows, second_from, third_from, total,
         INNER=inner, PARTS=tiling.parts, N=tiling.outputs, K=tiling.inner, B=max(16, triton.next_power_of_2(rows)),
-        PRECISION=_precision(x_BK), num_warps=tiling.warps, num_stages=tiling.stages, **launch_ahead(x_BK),
+        PRECISION=_precision(x_BK), num_warps=tiling.warps, num_stages=tiling.stages,
+        **(launch_ahead(x_BK) if ahead else {"AHEAD": False}),
     )  # fmt: skip
     return parts_PBN
 
@@ -281,7 +290,8 @@ def draw_tokens(
 @triton.jit(do_not_specialize=["rows"])
 def add_parts_norm(
     parts, bias, residual, weight, out, summed, rows, width, eps,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, ROUND: tl.constexpr, CENTRED: tl.constexpr, W: tl.constexpr,
+    SCALE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The RMSNorm of a residual and a product that comes in parts, and their sum."""
     after_previous(AHEAD)
@@ -295,14 +305,15 @@ def add_parts_norm(
     value *= SCALE
     if BIAS:
         value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+    if ROUND:
+        value = value.to(weight.dtype.element_ty).to(tl.float32)
     other = tl.load(residual + row * width + place, mask=inside, other=0.0)
     total = (other.to(tl.float32) + value).to(other.dtype)
     tl.store(summed + row * width + place, total, mask=inside)
     wide = total.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
-    rounded = (wide * scale).to(other.dtype).to(tl.float32)
-    gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + place, (gain * rounded).to(kind), mask=inside)
+    found = scaled(wide, scale, weight, place, inside, other.dtype, CENTRED)
+    tl.store(out + row * width + place, found.to(kind), mask=inside)
 
 
 @triton.jit
@@ -324,24 +335,29 @@ def _taken(
 def place(
     query, key, value, query_bias, key_bias, value_bias, cos, sin, query_gain, key_gain, query_out, key_pages, value_pages,
     table, lengths, width, rows, eps,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, GATED: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """The first ``ROTARY`` numbers of a head are rotated. ``GATED``: a query has its gate behind it, whose sigmoid goes
+    behind all queries."""
     after_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, D)
     inside = d < SIZE
-    other = (d + SIZE // 2) % SIZE
+    turns = d < ROTARY
+    other = tl.where(turns, (d + ROTARY // 2) % ROTARY, d)
     kind: tl.constexpr = query_out.dtype.element_ty
     entry = tl.minimum(tl.load(lengths + row), width * PAGE - 1)
     page = tl.load(table + row * width + entry // PAGE).to(tl.int64)
     # Three tensors, or one that holds queries, keys and values side by side.
-    whole: tl.constexpr = (HEADS + 2 * KV) * SIZE
-    query_width: tl.constexpr = HEADS * SIZE if PARTS == 0 else whole
+    each: tl.constexpr = 2 * SIZE if GATED else SIZE
+    whole: tl.constexpr = HEADS * each + 2 * KV * SIZE
+    query_width: tl.constexpr = HEADS * each if PARTS == 0 else whole
     key_width: tl.constexpr = KV * SIZE if PARTS == 0 else whole
-    key_from: tl.constexpr = 0 if PARTS == 0 else HEADS * SIZE
-    value_from: tl.constexpr = 0 if PARTS == 0 else (HEADS + KV) * SIZE
+    key_from: tl.constexpr = 0 if PARTS == 0 else HEADS * each
+    value_from: tl.constexpr = 0 if PARTS == 0 else HEADS * each + KV * SIZE
     if head >= HEADS + KV:
         v = head - HEADS - KV
         copied = _taken(
@@ -357,19 +373,22 @@ def place(
             turned = _taken(key, key_bias + k * SIZE, row, rows, begin, key_width, other, inside, kind, PARTS, BIAS)
             gain = key_gain
         else:
-            begin = head * SIZE
+            begin = head * each
             x = _taken(query, query_bias + begin, row, rows, begin, query_width, d, inside, kind, PARTS, BIAS)
             turned = _taken(query, query_bias + begin, row, rows, begin, query_width, other, inside, kind, PARTS, BIAS)
             gain = query_gain
+            if GATED:
+                behind = begin + SIZE
+                gate = _taken(query, query_bias + behind, row, rows, behind, query_width, d, inside, kind, PARTS, BIAS)
+                gate_out = query_out + ((rows + row) * HEADS + head) * SIZE
+                tl.store(gate_out + d, (1.0 / (1.0 + tl.exp(-gate))).to(kind), mask=inside)
         if NORM:
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-            own_gain = tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
-            turned_gain = tl.load(gain + other, mask=inside, other=0.0).to(tl.float32)
-            x = (own_gain * (x * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-            turned = (turned_gain * (turned * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        turned = tl.where(d < SIZE // 2, -turned, turned)
-        c = tl.load(cos + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + row * SIZE + d, mask=inside, other=0.0).to(tl.float32)
+            x = scaled(x, scale, gain, d, inside, kind, CENTRED).to(kind).to(tl.float32)
+            turned = scaled(turned, scale, gain, other, inside, kind, CENTRED).to(kind).to(tl.float32)
+        turned = tl.where(d < ROTARY // 2, -turned, turned)
+        c = tl.load(cos + row * ROTARY + d, mask=turns, other=1.0).to(tl.float32)
+        s = tl.load(sin + row * ROTARY + d, mask=turns, other=0.0).to(tl.float32)
         rotated = ((x * c).to(kind).to(tl.float32) + (turned * s).to(kind).to(tl.float32)).to(kind)
         if is_key:
             tl.store(key_pages + ((page * KV + k) * PAGE + entry % PAGE) * SIZE + d, rotated, mask=inside)
@@ -377,26 +396,30 @@ def place(
             tl.store(query_out + (row * HEADS + head) * SIZE + d, rotated, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def convolve_next(
-    mixed, windows, weight, bias, slots, out, channels,
-    BIAS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    mixed, windows, weight, bias, slots, out, rows, width, channels,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A delta net's convolution and SiLU for one new column per row, whose window of ``WIDTH`` columns moves on."""
+    """A delta net's convolution and SiLU for one new column per row, whose window of ``WIDTH`` columns moves on.
+
+    The columns are the first ``channels`` numbers of rows of ``width``.
+    """
     after_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < channels
     kind: tl.constexpr = out.dtype.element_ty
-    window = windows + tl.load(slots + row) * WIDTH * channels + c
-    new = tl.load(mixed + row * channels + c, mask=inside, other=0.0)
-    summed = new.to(tl.float32) * tl.load(weight + c * (WIDTH + 1) + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    for i in tl.static_range(WIDTH):
-        column = tl.load(window + i * channels, mask=inside, other=0.0)
-        summed += column.to(tl.float32) * tl.load(weight + c * (WIDTH + 1) + i, mask=inside, other=0.0).to(tl.float32)
-        if i > 0:
-            tl.store(window + (i - 1) * channels, column, mask=inside)
-    tl.store(window + (WIDTH - 1) * channels, new.to(windows.dtype.element_ty), mask=inside)
+    window = windows + tl.load(slots + row) * WIDTH * channels + c[:, None]
+    new = _taken(mixed, bias, row, rows, 0, width, c, inside, kind, PARTS, False)
+    i = tl.arange(0, W)[None, :]
+    old = tl.load(window + i * channels, mask=inside[:, None] & (i < WIDTH), other=0.0).to(tl.float32)
+    columns = tl.where(i == WIDTH, new[:, None], old)
+    used = inside[:, None] & (i <= WIDTH)
+    factor = tl.load(weight + c[:, None] * (WIDTH + 1) + i, mask=used, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # every column is read, by whichever thread, before one is written
+    tl.store(window + (i - 1) * channels, columns.to(windows.dtype.element_ty), mask=used & (i > 0))
+    summed = tl.sum(columns * factor, 1)
     if BIAS:
         summed += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     rounded = summed.to(kind).to(tl.float32)
@@ -404,29 +427,62 @@ def convolve_next(
 
 
 @triton.jit
+def _number(projected, at, step, kind: tl.constexpr, PARTS: tl.constexpr):
+    """One number as it is, or summed from parts and rounded."""
+    value = tl.load(projected + at).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(projected + part * step + at)
+    return value.to(kind).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def delta_next(
-    columns, decay, beta, states, slots, out, channels, scale,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    AHEAD: tl.constexpr,
+    columns, gates, beta, decay, states, slots, rate, shift, gain, out, rows, scale, eps,
+    PARTS: tl.constexpr, NUMBER_PARTS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
+    VALUE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The gated delta rule (``delta_rule``) for one token per row; each state is read and written once, in its slot."""
-    after_previous(AHEAD)
+    """The gated delta rule (``delta_rule``) for one token per row, and the gated norm of its result.
+
+    Each state is read and written once, in its slot. A step ends with launches that wait for all before them, so what
+    the step before wrote is there before this step's last launch is done.
+    """
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    group = tl.program_id(1)
+    groups: tl.constexpr = HEADS * SHARE
+    keys: tl.constexpr = HEADS * SIZE
+    channels: tl.constexpr = 2 * keys + groups * VALUE
     k = tl.arange(0, K)
-    v = tl.program_id(2) * V + tl.arange(0, V)
-    key_inside, inside = k < SIZE, v < VALUE
-    begin = columns + row * channels + (head // SHARE) * SIZE
-    query = tl.load(begin + k, mask=key_inside, other=0.0).to(tl.float32)
-    key = tl.load(begin + HEADS * SIZE + k, mask=key_inside, other=0.0).to(tl.float32)
+    v = tl.arange(0, V)
+    key_inside = k < SIZE
+    inside = v < VALUE
+    both = key_inside[:, None] & inside[None, :]
+    place = states + (tl.load(slots + row) * groups + group) * SIZE * VALUE + k[:, None] * VALUE + v[None, :]
+    state = tl.load(place, mask=both, other=0.0, eviction_policy="evict_first")
+    after_previous(AHEAD)
+    kind: tl.constexpr = out.dtype.element_ty
+    begin = columns + row * channels
+    query = tl.load(begin + (group // SHARE) * SIZE + k, mask=key_inside, other=0.0).to(tl.float32)
+    key = tl.load(begin + keys + (group // SHARE) * SIZE + k, mask=key_inside, other=0.0).to(tl.float32)
+    value = tl.load(begin + 2 * keys + group * VALUE + v, mask=inside, other=0.0).to(tl.float32)
     query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + 1e-6))
     key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
-    value = tl.load(columns + row * channels + 2 * HEADS * SIZE + head * VALUE + v, mask=inside, other=0.0).to(tl.float32)
-    gate = row * (HEADS * SHARE) + head
-    place = (tl.load(slots + row) * (HEADS * SHARE) + head) * SIZE * VALUE + k[:, None] * VALUE + v[None, :]
-    both = key_inside[:, None] & inside[None, :]
-    state = tl.load(states + place, mask=both, other=0.0).to(tl.float32) * tl.exp(tl.load(decay + gate).to(tl.float32))
-    added = (value - tl.sum(state * key[:, None], 0)) * tl.load(beta + gate).to(tl.float32)
-    state += key[:, None] * added[None, :]
-    tl.store(states + place, state.to(states.dtype.element_ty), mask=both)
-    tl.store(out + gate * VALUE + v, tl.sum(state * query[:, None], 0).to(out.dtype.element_ty), mask=inside)
+    # Beta and decay have tensors of their own, or one side by side; gates too, or they are behind the columns.
+    numbers: tl.constexpr = groups if NUMBER_PARTS == 0 else 2 * groups
+    decay_from: tl.constexpr = 0 if NUMBER_PARTS == 0 else groups
+    opened = _number(beta, row * numbers + group, rows * numbers, kind, NUMBER_PARTS)
+    opened = (1.0 / (1.0 + tl.exp(-opened))).to(kind).to(tl.float32)
+    fall = _number(decay, row * numbers + decay_from + group, rows * numbers, kind, NUMBER_PARTS)
+    fall += tl.load(shift + group).to(tl.float32)
+    fall = tl.where(fall > 20.0, fall, tl.log(1.0 + tl.exp(fall))) * tl.exp(tl.load(rate + group).to(tl.float32))
+    held = state.to(tl.float32) * tl.exp(-fall)
+    added = (value - tl.sum(held * key[:, None], 0)) * opened
+    held += key[:, None] * added[None, :]
+    tl.store(place, held.to(states.dtype.element_ty), mask=both, eviction_policy="evict_first")
+    seen = tl.sum(held * query[:, None], 0).to(kind).to(tl.float32)
+    norm = 1.0 / tl.sqrt(tl.sum(seen * seen, 0) / VALUE + eps)
+    seen = scaled(seen, norm, gain, v, inside, kind, False).to(gain.dtype.element_ty).to(tl.float32)
+    gate_width: tl.constexpr = groups * VALUE if PARTS == 0 else channels + groups * VALUE
+    gate_from: tl.constexpr = 0 if PARTS == 0 else channels
+    gate = _taken(gates, gain, row, rows, gate_from + group * VALUE, gate_width, v, inside, kind, PARTS, False)
+    found = (seen * (gate / (1.0 + tl.exp(-gate)))).to(kind)
+    tl.store(out + (row * groups + group) * VALUE + v, found, mask=inside)

@@ -47,6 +47,7 @@ class LayerParts:
     """A decoder layer: ``before`` · attention · ``between`` · ``inner``, with a residual around each half.
 
     ``norms`` are of queries and keys, where the family has them. ``inner`` is a gated MLP, or any module (experts).
+    ``gated`` (Qwen3.5): ``query`` gives each head's query and then its gate, and the result of ``out`` is rounded.
     """
 
     index: int
@@ -60,11 +61,12 @@ class LayerParts:
     scaling: float
     between: NormWeights
     inner: GatedMLP | Callable[[Tensor], Tensor]
+    gated: bool = False
 
     @property
     def fine(self) -> bool:
         """Whether its MLP computes from float16 activations: an early layer in bfloat16 on CUDA."""
-        if self.index >= FINE_LAYERS or not isinstance(self.inner, GatedMLP):
+        if self.gated or self.index >= FINE_LAYERS or not isinstance(self.inner, GatedMLP):
             return False
         return all(_is_fine(layer) for layer in (self.inner.gate, self.inner.up, self.inner.down))
 
@@ -102,6 +104,25 @@ def mixer_of(layer: Any) -> MixerParts:
             inner = nn.Sequential(layer.mlp, layer.post_mlp_layernorm)
             return MixerParts(mixer.layer_idx, before, _normed(mixer, layer.post_self_attn_layernorm), between, inner)
     raise UnknownLayer(f"{type(layer).__name__} is made of {', '.join(sorted(names))}")
+
+
+def decoded_parts(layer: Any) -> LayerParts | MixerParts:
+    """The parts of a layer of a hybrid model that a decode step calls one by one; the mixer is a delta net."""
+    parts = mixer_of(layer)
+    if hasattr(layer, "linear_attn") and isinstance(parts.mixer, nn.Module):
+        return parts
+    _expect(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, set())
+    attention = layer.self_attn
+    _expect(attention, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}, set())
+    if attention.q_proj.out_features != 2 * attention.o_proj.in_features:
+        raise UnknownLayer(f"{type(attention).__name__} has no gates")
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    query, key, value, out = (product_of(getattr(attention, name)) for name in names)
+    return LayerParts(
+        parts.index, parts.before, query, key, value, out,
+        (mixer_norm(attention.q_norm), mixer_norm(attention.k_norm)), attention.head_dim, attention.scaling,
+        parts.between, parts.inner, gated=True,
+    )  # fmt: skip
 
 
 def _normed(attention: nn.Module, norm: nn.Module) -> Callable[..., Tensor]:

@@ -194,22 +194,35 @@ def gate_gradients(gate: Tensor, up: Tensor, gradient: Tensor, again: bool = Fal
     return gate_gradient, up_gradient, out
 
 
-def normed(x: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The RMSNorm of contiguous rows, in ``kind`` or the weight's, and its scales [N]."""
-    return _launch_norm(x, None, weight_W, eps, None, kind)
+def normed(
+    x: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype | None = None, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of contiguous rows, in ``kind`` or the weight's, and its scales [N]. ``centred``: 1 is added to it."""
+    return _launch_norm(x, None, weight_W, eps, None, kind, centred)
 
 
 def add_normed(
-    x: Tensor, residual: Tensor, weight_W: Tensor, eps: float, kind: torch.dtype | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight_W: Tensor,
+    eps: float,
+    kind: torch.dtype | None = None,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The RMSNorm of a sum of contiguous rows in ``kind`` or the weight's, the sum in the residual's, the norm's scales."""
     summed = torch.empty_like(residual)
-    out, scale_N = _launch_norm(x, residual, weight_W, eps, summed, kind)
+    out, scale_N = _launch_norm(x, residual, weight_W, eps, summed, kind, centred)
     return out, summed, scale_N
 
 
 def _launch_norm(
-    x: Tensor, residual: Tensor | None, weight_W: Tensor, eps: float, summed: Tensor | None, kind: torch.dtype | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight_W: Tensor,
+    eps: float,
+    summed: Tensor | None,
+    kind: torch.dtype | None = None,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows = x.numel() // width
@@ -218,7 +231,7 @@ def _launch_norm(
     block = triton.next_power_of_2(width)
     _norm[(rows,)](
         x, x if residual is None else residual, weight_W, out, x if summed is None else summed, scale_N, width, eps,
-        ADD=residual is not None, W=block, num_warps=8 if block >= 1024 else 1,
+        ADD=residual is not None, CENTRED=centred, W=block, num_warps=8 if block >= 1024 else 1,
     )  # fmt: skip
     return out, scale_N
 
@@ -263,7 +276,18 @@ def rotated(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, back: bool) -> Ten
 
 
 @triton.jit
-def _norm(x, residual, weight, out, summed, scales, width, eps, ADD: tl.constexpr, W: tl.constexpr):
+def scaled(value, scale, weight, place, inside, kind: tl.constexpr, CENTRED: tl.constexpr):
+    """Normed values times the weight, before the last rounding; a centred norm rounds only then."""
+    gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        return (1.0 + gain) * (value * scale)
+    return gain * (value * scale).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _norm(
+    x, residual, weight, out, summed, scales, width, eps, ADD: tl.constexpr, CENTRED: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, W)
     inside = place < width
@@ -275,9 +299,8 @@ def _norm(x, residual, weight, out, summed, scales, width, eps, ADD: tl.constexp
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
     tl.store(scales + row, scale)
-    rounded = (wide * scale).to(value.dtype).to(tl.float32)
-    gain = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + place, (gain * rounded).to(out.dtype.element_ty), mask=inside)
+    found = scaled(wide, scale, weight, place, inside, value.dtype, CENTRED)
+    tl.store(out + row * width + place, found.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

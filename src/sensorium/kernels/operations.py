@@ -10,7 +10,7 @@ from typing import Any
 
 LAYERS = ("normed", "add_normed", "norm_gradients", "gated", "gated_finely", "gate_gradients", "gated_pair",
           "gate_pair_gradients", "rotated", "split_rotated", "joined_gradients", "rotate_into")  # fmt: skip
-DECODING = ("norm", "add_norm", "add_product", "gate", "gate_finely", "gated", "place", "attend", "delta", "draw")
+DECODING = ("norm", "add_norm", "add_product", "gate", "gate_finely", "gated", "place", "attend", "mix", "draw")
 OPERATIONS: dict[str, tuple[str, str]] = {
     **{f"layer {name}": (f"kernels.layer_torch:{name}", f"kernels.layer_triton:{name}") for name in LAYERS},
     **{

@@ -68,9 +68,7 @@ class DeltaNet(nn.Module):
         net: Any = self
         tokens = tokens_of(net, *(layer(hidden_states) for layer in (net.in_proj_qkv, net.in_proj_b, net.in_proj_a)))
         seen_BTGV = attended(net, tokens, sensorium_attention)
-        gate_BTGV = net.in_proj_z(hidden_states).view_as(seen_BTGV)
-        normed = net.norm(seen_BTGV.flatten(0, 2), gate_BTGV.flatten(0, 2))
-        result: Tensor = net.out_proj(normed.view(*hidden_states.shape[:2], -1))
+        result: Tensor = net.out_proj(gated(net, seen_BTGV, net.in_proj_z(hidden_states)))
         return result
 
 
@@ -83,6 +81,12 @@ def linears_of(net: Any) -> tuple[Any, ...]:
     """The linear layers of a delta net: those of its input, in the order of channels, gate, b and a, and of its output."""
     named = net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a, net.out_proj
     return tuple(product_of(layer) for layer in named)
+
+
+def gated(net: Any, seen_BTGV: Tensor, gate_BTN: Tensor) -> Tensor:
+    """What the layer out_proj takes, [B, T, G · V]: the norm, gated by the result of in_proj_z."""
+    normed: Tensor = net.norm(seen_BTGV.flatten(0, 2), gate_BTN.view_as(seen_BTGV).flatten(0, 2))
+    return normed.view_as(gate_BTN)
 
 
 def attended(net: Any, tokens: DeltaTokens, attention: Any) -> Tensor:

@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-def"
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,22 +15,24 @@ from sensorium.engines.native.row_attention import LOG2_E, RowAttention
 from sensorium.kernels.attention_triton import attend_own, attend_shared, launch_ahead, merge
 from sensorium.kernels.decode_triton import (
     LARGEST_GATED,
+    Tiling,
     add_parts_norm,
     chunk_mass,
     convolve_next,
     delta_next,
     draw_tokens,
+    few_outputs,
     fits,
     gated_products,
     largest_logits,
     place,
     product_parts,
 )
-from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights, product_of
 from sensorium.kernels.layer_torch import FINE_SCALE
 from sensorium.kernels.layer_triton import add_normed, gated, gated_finely, normed
 from sensorium.kernels.matched_ops import unit_bits
-from sensorium.models.delta_net import DeltaTokens, window_size
+from sensorium.models.delta_net import window_size
 
 # They compute what ``TorchOps`` computes, with the same roundings; only sums are taken in another order.
 # Attention is one launch where ``row_attention`` takes it, and otherwise in three parts. Rows of a tile (members of a
@@ -38,7 +41,8 @@ from sensorium.models.delta_net import DeltaTokens, window_size
 # splits, so that few rows still fill the GPU.
 
 
-COLUMNS = 1024  # channels of a delta net's convolution that one program computes
+COLUMNS = 256  # channels of a delta net's convolution that one program computes
+LARGEST_STATE = 1 << 15  # numbers of a head's state in a delta net, which a program holds in its registers
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 # Programs of attention that keep an H200 busy, over shared pages and over own ones: of 3 to 16 splits of own pages 8 were
 # fastest at 24 rows, of 1 to 6 3 at 64.
@@ -59,7 +63,7 @@ class TritonOps(TorchOps):
         self._halves: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams: list[torch.cuda.Stream] = []
 
-    def together(self, first: Callable[[], Tensor], *others: Callable[[], Tensor]) -> list[Tensor]:
+    def together(self, first: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]:
         """Results of independent work, in order; in a graph the others run beside the first.
 
         Each branch starts after everything before it on the current stream and is waited for before this returns: so a
@@ -82,28 +86,35 @@ class TritonOps(TorchOps):
 
     def norm(self, x_BW: Tensor, norm: NormWeights) -> Tensor:
         """RMSNorm over the last axis."""
-        return normed(x_BW, norm.weight, norm.eps)[0]
+        return normed(x_BW, norm.weight, norm.eps, centred=norm.centred)[0]
 
     def add_norm(
         self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """The norm of the sum in the weight's kind or another, and the sum."""
-        return add_normed(x_BW, residual_BW, norm.weight, norm.eps, kind)[:2]
+        return add_normed(x_BW, residual_BW, norm.weight, norm.eps, kind, norm.centred)[:2]
 
     def add_product(
-        self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
+        self,
+        layer: nn.Module,
+        x_BK: Tensor,
+        residual_BW: Tensor,
+        norm: NormWeights,
+        kind: torch.dtype | None = None,
+        rounded: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """A linear layer's result added to the residual: the norm of the sum, in ``kind`` if given, and the sum."""
         if not fits([layer], x_BK):
-            return super().add_product(layer, x_BK, residual_BW, norm, kind)
+            return super().add_product(layer, x_BK, residual_BW, norm, kind, rounded)
         assert isinstance(layer, nn.Linear)
         parts_PBW = product_parts(x_BK, [layer.weight])
         parts, rows, width = parts_PBW.shape
         out_BW, summed_BW = x_BK.new_empty(rows, width, dtype=kind or norm.weight.dtype), torch.empty_like(residual_BW)
         add_parts_norm[(rows,)](
             parts_PBW, layer.bias if layer.bias is not None else norm.weight, residual_BW, norm.weight, out_BW, summed_BW,
-            rows, width, norm.eps, PARTS=parts, BIAS=layer.bias is not None, W=triton.next_power_of_2(width),
-            SCALE=1.0 if x_BK.dtype == layer.weight.dtype else FINE_SCALE, num_warps=8, **launch_ahead(x_BK),
+            rows, width, norm.eps, PARTS=parts, BIAS=layer.bias is not None, ROUND=rounded, CENTRED=norm.centred,
+            W=triton.next_power_of_2(width), SCALE=1.0 if x_BK.dtype == layer.weight.dtype else FINE_SCALE, num_warps=8,
+            **launch_ahead(x_BK),
         )  # fmt: skip
         return out_BW, summed_BW
 
@@ -159,9 +170,9 @@ class TritonOps(TorchOps):
         """``place`` of queries, keys and values side by side, in parts."""
         parts, batch, width = given.parts_PBN.shape
         kv_heads, _, size = layer_block.shape[2:]
-        query_BHD = layer_block.new_empty(batch, width // size - 2 * kv_heads, size)
+        query = _queries(layer_block, batch, width // size - 2 * kv_heads, given.layer.gated)
         three, norms = (given.parts_PBN,) * 3, given.layer.norms
-        return self._placed(three, given.biases, parts, query_BHD, given.rotary, norms, rows, layer_block)
+        return self._placed(three, given.biases, parts, query, given.rotary, norms, rows, layer_block)
 
     def _attended_one_by_one(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor:
         """What ``RowAttention`` does in one launch."""
@@ -176,55 +187,56 @@ class TritonOps(TorchOps):
         norms: tuple[NormWeights, NormWeights] | None,
         rows: DecodeRows,
         layer_block: Tensor,
+        gated: bool = False,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the rows' pages; the queries [B, H, D]."""
-        size = layer_block.shape[-1]
-        query_BHD = query_BN.new_empty(query_BN.shape[0], query_BN.shape[1] // size, size)
-        return self._placed((query_BN, key_BN, value_BN), [], 0, query_BHD, rotary, norms, rows, layer_block)
+        query = _queries(layer_block, query_BN.shape[0], query_BN.shape[1] // layer_block.shape[-1], gated)
+        return self._placed((query_BN, key_BN, value_BN), [], 0, query, rotary, norms, rows, layer_block)
 
     def _placed(
         self,
         projected: tuple[Tensor, Tensor, Tensor],
         biases: Sequence[Tensor],
         parts: int,
-        query_BHD: Tensor,
+        query: Tensor,
         rotary: tuple[Tensor, Tensor],
         norms: tuple[NormWeights, NormWeights] | None,
         rows: DecodeRows,
         layer_block: Tensor,
     ) -> Tensor:
-        """``place`` of three products, or of one in ``parts`` that are summed on the way; writes ``query_BHD``."""
+        """``place`` of three products, or of one in ``parts`` that are summed on the way; writes ``query``."""
         _, _, kv_heads, page, size = layer_block.shape
-        batch, heads, _ = query_BHD.shape
-        first, second = norms if norms is not None else (NormWeights(query_BHD, 0.0), NormWeights(query_BHD, 0.0))
+        batch, heads = query.shape[-3:-1]
+        first, second = norms if norms is not None else (NormWeights(query, 0.0), NormWeights(query, 0.0))
         place[(batch, heads + 2 * kv_heads)](
-            *projected, *(biases or (query_BHD,) * 3), *rotary, first.weight, second.weight, query_BHD, layer_block[0],
+            *projected, *(biases or (query,) * 3), *rotary, first.weight, second.weight, query, layer_block[0],
             layer_block[1], rows.table_BP, rows.lengths_B, rows.table_BP.shape[1], batch, first.eps,
-            PARTS=parts, BIAS=bool(biases), NORM=norms is not None, HEADS=heads, KV=kv_heads, SIZE=size,
-            D=triton.next_power_of_2(size), PAGE=page, num_warps=1, **launch_ahead(query_BHD),
+            PARTS=parts, BIAS=bool(biases), NORM=norms is not None, CENTRED=first.centred, GATED=query.ndim == 4,
+            HEADS=heads, KV=kv_heads, SIZE=size, ROTARY=rotary[0].shape[-1], D=triton.next_power_of_2(size), PAGE=page,
+            num_warps=1, **launch_ahead(query),
         )  # fmt: skip
-        return query_BHD
+        return query
 
     def attend(self, query: Tensor | Unplaced, rows: DecodeRows, layer_block: Tensor, scaling: float) -> Tensor:
         """Attention over each row's pages, as [B, H · D]: shared pages, own pages, merged."""
         if isinstance(query, Unplaced):
             assert self._row_attention is not None
             return self._row_attention.attend(query, rows, layer_block)
-        query_BHD = query
+        query_BHD, gate_BHD = (query, query) if query.ndim == 3 else query.unbind()
         batch, heads, size = query_BHD.shape
         kv_heads, page = layer_block.shape[2:4]
         share = heads // kv_heads
         shared_splits, own_splits = splits(batch, kv_heads)
         total = shared_splits + own_splits
         cut = (shared_splits, own_splits, 1 if batch <= FEW_ROWS else 2)
-        partial = query_BHD.new_empty(batch, heads, total, size, dtype=torch.float32)
+        partly = query_BHD.new_empty(batch, heads, total, size, dtype=torch.float32)
         weight = query_BHD.new_empty(batch, heads, total, dtype=torch.float32)
         common = {
             "KV": kv_heads, "SHARE": share, "SIZE": size, "D": max(16, triton.next_power_of_2(size)), "PAGE": page,
             "PRECISION": "ieee" if query_BHD.dtype == torch.float32 else "tf32", "num_warps": 4,
         }  # fmt: skip
         given = (
-            query_BHD, layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, rows.shared_B, partial, weight,
+            query_BHD, layer_block[0], layer_block[1], rows.table_BP, rows.lengths_B, rows.shared_B, partly, weight,
             rows.table_BP.shape[1], scaling * LOG2_E, *cut,
         )  # fmt: skip
 
@@ -232,43 +244,50 @@ class TritonOps(TorchOps):
             attend_own[(own_splits, kv_heads, batch)](
                 *given, M=max(16, triton.next_power_of_2(share)), **common, **launch_ahead(query_BHD), num_stages=3
             )
-            return partial
+            return partly
 
         def shared() -> Tensor:
             attend_shared[(batch // 2, kv_heads, shared_splits)](
                 *given, rows.tile_first_B, rows.tile_rows_B,
                 M=max(16, triton.next_power_of_2(TILE_ROWS * share)), **common, num_stages=2,
             )  # fmt: skip
-            return partial
+            return partly
 
         self.together(own, *([shared] if batch > 1 else []))
         out_BHD, most = torch.empty_like(query_BHD), triton.next_power_of_2(total)
         merge[(batch, heads)](
-            partial, weight, rows.shared_B, out_BHD, *cut,
-            HEADS=heads, SIZE=size, D=triton.next_power_of_2(size), PAGE=page, S=most, num_warps=1 if most <= 16 else 2,
-            **launch_ahead(query_BHD),
+            partly, weight, rows.shared_B, gate_BHD, out_BHD, *cut,
+            GATED=query.ndim == 4, HEADS=heads, SIZE=size, D=triton.next_power_of_2(size), PAGE=page, S=most,
+            num_warps=1 if most <= 16 else 2, **launch_ahead(query_BHD),
         )  # fmt: skip
         return out_BHD.flatten(1)
 
-    def delta(self, net: Any, tokens: DeltaTokens, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
-        """A delta net in two launches; windows and states are read and written once, in their slots."""
-        mixed_B1C, bias = tokens.mixed_BTC.contiguous(), net.conv1d.bias
-        batch, _, channels = mixed_B1C.shape
-        heads, share, size, value = net.num_k_heads, net.num_v_heads // net.num_k_heads, net.head_k_dim, net.head_v_dim
-        ahead = launch_ahead(mixed_B1C)
-        columns_BC = mixed_B1C.new_empty(batch, channels)
-        convolve_next[(batch, triton.cdiv(channels, COLUMNS))](
-            mixed_B1C, windows_NWC, net.conv1d.weight, mixed_B1C if bias is None else bias, slots_B, columns_BC, channels,
-            BIAS=bias is not None, WIDTH=window_size(net), BLOCK=COLUMNS, **ahead,
+    def mix(self, net: Any, x_BW: Tensor, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
+        """A delta net's projections in two products, its convolution, and the rest in one launch."""
+        heads, groups, size, value = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
+        keys, values = triton.next_power_of_2(size), triton.next_power_of_2(value)
+        if keys * values > LARGEST_STATE or net.activation != "silu":
+            return super().mix(net, x_BW, windows_NWC, states_NGKV, slots_B)
+        x_BW, conv, channels, rows = x_BW.contiguous(), net.conv1d, net.conv_dim, x_BW.shape[0]
+        ahead, width = launch_ahead(x_BW), window_size(net)
+        (parts, mixed, gates), (number_parts, beta, decay) = self.together(
+            partial(_products, x_BW, (product_of(net.in_proj_qkv), product_of(net.in_proj_z))),
+            partial(_products, x_BW, (product_of(net.in_proj_b), product_of(net.in_proj_a)), few_outputs(x_BW.shape[1])),
+        )
+        columns_BC, out_BN = x_BW.new_empty(rows, channels), x_BW.new_empty(rows, groups * value)
+        convolve_next[(rows, triton.cdiv(channels, COLUMNS))](
+            mixed, windows_NWC, conv.weight, conv.weight if conv.bias is None else conv.bias, slots_B, columns_BC, rows,
+            mixed.shape[-1], channels,
+            PARTS=parts, BIAS=conv.bias is not None, WIDTH=width, W=triton.next_power_of_2(width + 1), BLOCK=COLUMNS,
+            **ahead,
         )  # fmt: skip
-        out_B1GV = mixed_B1C.new_empty(batch, 1, heads * share, value)
-        wide = min(64, triton.next_power_of_2(value))
-        delta_next[(batch, heads * share, triton.cdiv(value, wide))](
-            columns_BC, tokens.decay_BTG.contiguous(), tokens.beta_BTG.contiguous(), states_NGKV, slots_B, out_B1GV,
-            channels, size**-0.5, HEADS=heads, SHARE=share, SIZE=size, VALUE=value, K=triton.next_power_of_2(size), V=wide,
-            num_warps=4, **ahead,
+        delta_next[(rows, groups)](
+            columns_BC, gates, beta, decay, states_NGKV, slots_B, net.A_log, net.dt_bias, net.norm.weight, out_BN, rows,
+            size**-0.5, net.norm.variance_epsilon,
+            PARTS=parts, NUMBER_PARTS=number_parts, HEADS=heads, SHARE=groups // heads, SIZE=size, VALUE=value, K=keys,
+            V=values, num_warps=max(1, min(16, keys * values // 4096)), **ahead,
         )  # fmt: skip
-        return out_B1GV
+        return out_BN
 
     def draw(self, logits_BV: Tensor, rows: DecodeRows, forbidden_F: Tensor, stop_S: Tensor, truncated: bool) -> None:
         """Draw the next token of every row and move the rows on."""
@@ -300,6 +319,26 @@ class TritonOps(TorchOps):
             blocked_V[forbidden_F] = 1
             self._blocked = {key: blocked_V}
         return self._blocked[key]
+
+
+def _queries(like: Tensor, batch: int, heads: int, gated: bool) -> Tensor:
+    """Room for queries [B, H, D] and, of the half of ``heads``, for the gates behind them [2, B, H, D]."""
+    size = like.shape[-1]
+    return like.new_empty(2, batch, heads // 2, size) if gated else like.new_empty(batch, heads, size)
+
+
+def _products(x_BK: Tensor, layers: Sequence[nn.Module], few: Tiling | None = None) -> tuple[int, Tensor, Tensor]:
+    """Two linear layers of x: in parts and side by side, in one tensor twice, or (0 parts) each as it is.
+
+    ``few``: for layers with few outputs, which run beside another product.
+    """
+    outputs = 128 if few is None else few.outputs
+    weights: list[Any] = [getattr(layer, "weight", None) for layer in layers if getattr(layer, "bias", None) is None]
+    if len(weights) == len(layers) and fits(layers, x_BK, outputs=outputs):
+        parts_PBN = product_parts(x_BK, weights, few, ahead=few is None)
+        return len(parts_PBN), parts_PBN, parts_PBN
+    first, second = (layer(x_BK).contiguous() for layer in layers)
+    return 0, first, second
 
 
 def splits(batch: int, kv_heads: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ drew a stop token, or as many tokens as ``ends_B`` says, works on slot 0 from th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_ops import wide_linear, wide_product
 from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_torch import FINE_SCALE, gated_finely
-from sensorium.models.delta_net import DeltaState, DeltaTokens, advance
+from sensorium.models.delta_net import DeltaState, DeltaTokens, advance, gated, tokens_of
 from sensorium.models.family import one_axis
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import sent_to
@@ -210,7 +210,7 @@ class TorchOps:
         self.apart = False
         """Whether rows of the step read the pages they share each for itself: what ``reads_apart`` said of its batch."""
 
-    def together(self, first: Callable[[], Tensor], *others: Callable[[], Tensor]) -> list[Tensor]:
+    def together(self, first: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]:
         """Results of work that does not depend on each other, in order."""
         return [work() for work in (first, *others)]
 
@@ -223,23 +223,37 @@ class TorchOps:
         return sum_BW, self.norm(sum_BW, norm), (cos_BD, sin_BD)
 
     def norm(self, x_BW: Tensor, norm: NormWeights) -> Tensor:
-        """RMSNorm over the last axis in the weight's kind: float32 inside, rounded to x's kind before the weight."""
+        """RMSNorm over the last axis in the weight's kind: float32 inside, rounded to x's kind before the weight.
+
+        Not so before a centred one.
+        """
         wide = x_BW.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
-        return (norm.weight * wide.to(x_BW.dtype)).to(norm.weight.dtype)
+        return (norm.gain * (wide if norm.centred else wide.to(x_BW.dtype))).to(norm.weight.dtype)
 
     def add_norm(
         self, x_BW: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """The norm of the sum in the weight's kind or another, and the sum in the residual's kind."""
         summed_BW = residual_BW + x_BW
-        finer = norm if kind is None else NormWeights(norm.weight.to(kind), norm.eps)
+        finer = norm if kind is None else replace(norm, weight=norm.weight.to(kind))
         return self.norm(summed_BW, finer), summed_BW
 
     def add_product(
-        self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
+        self,
+        layer: nn.Module,
+        x_BK: Tensor,
+        residual_BW: Tensor,
+        norm: NormWeights,
+        kind: torch.dtype | None = None,
+        rounded: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """A linear layer's result added to the residual: the norm of the sum, in ``kind`` if given, and the sum."""
+        """A linear layer's result added to the residual: the norm of the sum, in ``kind`` if given, and the sum.
+
+        ``rounded``: to the layer's kind, before it is added.
+        """
+        if rounded:
+            return self.add_norm(layer(x_BK), residual_BW, norm, kind)
         weight = layer.weight if isinstance(layer, nn.Linear) else None
         if weight is not None and x_BK.dtype == torch.float16 != weight.dtype:
             return self.add_norm(wide_product(x_BK, self.half(weight)) * FINE_SCALE, residual_BW, norm, kind)
@@ -280,7 +294,7 @@ class TorchOps:
         """
         # key and value are small: they take no longer than the query does if they run beside it
         query_BN, key_BN, value_BN = self.together(*(partial(part, x_BW) for part in (layer.query, layer.key, layer.value)))
-        return self.place(query_BN, key_BN, value_BN, rotary, layer.norms, rows, layer_block)
+        return self.place(query_BN, key_BN, value_BN, rotary, layer.norms, rows, layer_block, layer.gated)
 
     def place(
         self,
@@ -291,20 +305,23 @@ class TorchOps:
         norms: tuple[NormWeights, NormWeights] | None,
         rows: DecodeRows,
         layer_block: Tensor,
+        gated: bool = False,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the rows' pages; the queries [B, H, D].
 
-        ``layer_block`` is the layer's part of the pool: [2, pages, K, PAGE, D].
+        ``layer_block`` is the layer's part of the pool: [2, pages, K, PAGE, D]. Angles may be those of a head's first
+        numbers alone. ``gated``: each query has its gate behind it; then it is queries and opened gates, [2, B, H, D].
         """
-        size = layer_block.shape[-1]
+        size, gate_BHD = layer_block.shape[-1], None
         query_BHD, key_BKD, value_BKD = (x.view(x.shape[0], -1, size) for x in (query_BN, key_BN, value_BN))
+        if gated:
+            query_BHD, gate_BHD = query_BHD[:, ::2], query_BHD[:, 1::2].sigmoid()
         if norms is not None:
             query_BHD, key_BKD = self.norm(query_BHD, norms[0]), self.norm(key_BKD, norms[1])
         cos_B1D, sin_B1D = (part[:, None] for part in rotary)
-        query_BHD = query_BHD * cos_B1D + _half_turned(query_BHD) * sin_B1D
-        key_BKD = key_BKD * cos_B1D + _half_turned(key_BKD) * sin_B1D
+        query_BHD, key_BKD = _rotated(query_BHD, cos_B1D, sin_B1D), _rotated(key_BKD, cos_B1D, sin_B1D)
         self.write(key_BKD, value_BKD, rows, layer_block)
-        return query_BHD
+        return query_BHD if gate_BHD is None else torch.stack((query_BHD, gate_BHD))
 
     def write(self, key_BKD: Tensor, value_BKD: Tensor, rows: DecodeRows, layer_block: Tensor) -> None:
         """Write one entry of every row to its page; a row past its last page writes where nobody reads."""
@@ -317,7 +334,16 @@ class TorchOps:
         """Attention over each row's pages, of what ``project`` gave, as [B, H · D]."""
         assert isinstance(query, Tensor)
         keys_NKPD, values_NKPD = layer_block.unbind(0)
-        return attend(query, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
+        query_BHD, *gate_BHD = [query] if query.ndim == 3 else query.unbind()
+        seen_BN = attend(query_BHD, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
+        return seen_BN * gate_BHD[0].flatten(1) if gate_BHD else seen_BN
+
+    def mix(self, net: Any, x_BW: Tensor, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
+        """A delta net up to its output projection, [B, G · V], for one new token per row, as ``delta``."""
+        x_B1W = x_BW[:, None]
+        tokens = tokens_of(net, net.in_proj_qkv(x_B1W), net.in_proj_b(x_B1W), net.in_proj_a(x_B1W))
+        seen_B1GV = self.delta(net, tokens, windows_NWC, states_NGKV, slots_B)
+        return gated(net, seen_B1GV, net.in_proj_z(x_B1W))[:, 0]
 
     def delta(self, net: Any, tokens: DeltaTokens, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
         """The result [B, 1, G, V] of a delta net for one new token per row; windows and states advance in their slots.
@@ -337,6 +363,8 @@ class TorchOps:
         rows.advance(drawn.tokens_B, drawn.logprobs_B, drawn.sampled_logprobs_B)
 
 
-def _half_turned(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads of which the first numbers are rotated, as many as there are angles."""
+    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turning.chunk(2, -1)
+    return torch.cat((turning * cos + torch.cat((-second, first), -1) * sin, rest), -1)

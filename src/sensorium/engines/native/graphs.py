@@ -16,7 +16,19 @@ from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, pa
 from sensorium.engines.native.prefill import RouteRecorder, recording_routes
 from sensorium.kernels.device_code import NoDeviceCode
 from sensorium.kernels.first_use import compiling, fall_back, note_fallback
-from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights, UnknownLayer, has_mixer, norm_of, parts_of
+from sensorium.kernels.layer_parts import (
+    GatedMLP,
+    LayerParts,
+    MixerParts,
+    NormWeights,
+    UnknownLayer,
+    decoded_parts,
+    has_mixer,
+    mixer_norm,
+    norm_of,
+    parts_of,
+    product_of,
+)
 from sensorium.kernels.matched_ops import KeyStore, MatchedOps, QueryTiles, queries_of_tile
 from sensorium.models.delta_net import DeltaTokens
 from sensorium.models.policy import Policy
@@ -135,7 +147,7 @@ class StockStep:
 
 
 class LayerStep(StockStep):
-    """The step of a model whose layers have mixers (Qwen3.5, GLM-4V), through the learner's fused layers."""
+    """The step of a model whose layers have norms after each half (GLM-4V), through the learner's fused layers."""
 
     name = "fused layers"
     stock = False
@@ -169,24 +181,32 @@ class FusedStep:
         self._policy = policy
         self._ops = ops
         model = policy.adapter.language_model
-        self._layers = [parts_of(layer) for layer in model.layers]
-        self._last = norm_of(model.norm)
+        mixed = any(has_mixer(layer) for layer in model.layers)
+        self._layers = [decoded_parts(layer) if mixed else parts_of(layer) for layer in model.layers]
+        self._last = (mixer_norm if mixed else norm_of)(model.norm)
 
     def logits(self, rows: DecodeRows, pool: PagePool) -> Tensor:
         """The logits after every row's last token, whose keys and values are written."""
         policy, ops = self._policy, self._ops
         sum_BW, normed_BW, angles = ops.begin(policy, rows, self._layers[0].before)
-        query = ops.project(self._layers[0], normed_BW, angles, rows, pool.block[0])
-        for i, (layer, following) in enumerate(zip(self._layers, [*self._layers[1:], None], strict=True)):
-            seen_BN = ops.attend(query, rows, pool.block[i], layer.scaling)
-            fine = torch.float16 if layer.fine else None
-            normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
-            normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, self._last if following is None else following.before)
-            if following is not None:
-                query = ops.project(following, normed_BW, angles, rows, pool.block[i + 1])
+        following = [*(layer.before for layer in self._layers[1:]), self._last]
+        for layer, place, norm in zip(self._layers, pool.places, following, strict=True):
+            if isinstance(layer, MixerParts):
+                net: Any = layer.mixer
+                windows_NWC, states_NGKV = pool.states.windows[place], pool.states.states[place]
+                seen_BN = ops.mix(net, normed_BW, windows_NWC, states_NGKV, rows.slots_B)
+                normed_BW, sum_BW = ops.add_product(product_of(net.out_proj), seen_BN, sum_BW, layer.between, rounded=True)
+            else:
+                query = ops.project(layer, normed_BW, angles, rows, pool.block[place])
+                seen_BN = ops.attend(query, rows, pool.block[place], layer.scaling)
+                fine = torch.float16 if layer.fine else None
+                normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine, layer.gated)
+            normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, norm)
         return policy.head_logits(normed_BW)
 
-    def _inner(self, layer: LayerParts, x_BW: Tensor, sum_BW: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def _inner(
+        self, layer: LayerParts | MixerParts, x_BW: Tensor, sum_BW: Tensor, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
         """A gated MLP in three products; anything else (experts) as the module it is. The next norm, and the sum."""
         inner, ops = layer.inner, self._ops
         if isinstance(inner, GatedMLP):
@@ -325,16 +345,18 @@ class DecodeRunner:
         matched = self._policy.matched is not None
         self._ops = self._fast_ops() if self._fast and not matched else TorchOps()
         mixed = any(has_mixer(layer) for layer in self._policy.adapter.language_model.layers)
-        kind = LayerStep if mixed and self._fast and self._policy.device.type == "cuda" else StockStep
-        self._step: FusedStep | StockStep | MatchedStep = kind(self._policy, self._ops)
+        self._step: FusedStep | StockStep | MatchedStep = StockStep(self._policy, self._ops)
         self._verified = not self._fast
         if matched:
             self._step = MatchedStep(self._policy)
-        elif self._fast and not mixed:
+        elif self._fast:
             try:
                 self._step = FusedStep(self._policy, self._ops)
             except UnknownLayer as error:
-                self._note(f"decoding runs through the stock layers: {error}, which the fused step does not know.")
+                if not mixed:
+                    self._note(f"decoding runs through the stock layers: {error}, which the fused step does not know.")
+                elif self._policy.device.type == "cuda":
+                    self._step = LayerStep(self._policy, self._ops)
 
     def _fast_ops(self) -> TorchOps:
         if self._policy.device.type == "cuda" and find_spec("triton") is not None:

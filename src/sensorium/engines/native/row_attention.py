@@ -136,7 +136,7 @@ def _known(given: Unplaced, layer_block: Tensor) -> bool:
     read = (layer_block, *given.biases, *given.rotary, *(norm.weight for norm in given.layer.norms or ()))
     if not all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in read):
         return False
-    if page != PAGE or size not in (64, 128) or heads % kv_heads or heads // kv_heads > MOST_SHARE:
+    if given.layer.gated or page != PAGE or size not in (64, 128) or heads % kv_heads or heads // kv_heads > MOST_SHARE:
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(layer_block.device)[0] >= 9
 
