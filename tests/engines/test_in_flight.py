@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sensorium.models.policy import Policy
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import VersionSpan
 
+from ..models.clips import row_inputs
 from .conftest import Bench, ask
 
 LONG = Sampling(max_new_tokens=40, stop_tokens=False)
@@ -39,6 +41,7 @@ def moved(policy: Policy, size: float) -> Iterator[None]:
 def spanning(bench: Bench, engine: Any, size: float, at: int = 5) -> list[Response]:
     """Two responses to a picture and one to a text that are open while weights move, after ``at`` tokens or so."""
     chat = bench.policy.chat
+    before = {name: tensor.clone() for name, tensor in bench.policy.model.state_dict().items()}
     prompts = [[user(bench.picture(1), "what?")]] * 2 + [[user("which of them?")]]
 
     async def go() -> list[Response]:
@@ -51,8 +54,8 @@ def spanning(bench: Bench, engine: Any, size: float, at: int = 5) -> list[Respon
         with moved(bench.policy, size):
             engine.push_weights(bench.policy, bench.policy.version)
             found = await asyncio.gather(*running)
-            bench.stock.load_state_dict(bench.policy.model.state_dict(), strict=False)
             for messages, response in zip(prompts, found, strict=True):
+                bench.stock.load_state_dict(before, strict=False)
                 check_after(bench, messages, response)
         return found
 
@@ -64,11 +67,23 @@ def spanning(bench: Bench, engine: Any, size: float, at: int = 5) -> list[Respon
 
 
 def check_after(bench: Bench, messages: list[Any], response: Response) -> None:
-    """What was written after the change has the log-probs of the new weights."""
-    segment = response.segment
-    wanted, scale = bench.logprobs([bench.policy.chat.render(messages), segment], LONG)
-    first = response.versions[1].start
-    assert torch.allclose(wanted[0][first:], torch.tensor(segment.logprobs[first:]), atol=bench.rounding * max(1.0, scale))
+    """The log-probs are of what was sampled from: after the change the new weights, on keys and values of the old ones."""
+    chat, segment, first = bench.policy.chat, response.segment, response.versions[1].start
+    prompt, masked = chat.render(messages), [*chat.forbidden_ids, *chat.stop_ids]
+    held = replace(segment, tokens=segment.tokens[: first - 1])  # the last token before the change is fed after it
+    ids_T = torch.cat([chat.layout(prompt).ids_T, chat.layout(held).ids_T])
+    rest = torch.tensor([segment.tokens[first - 1 : -1]])
+    positions = chat.layout(prompt).advance + torch.arange(first - 1, len(segment.tokens) - 1)
+    with torch.no_grad():
+        given = row_inputs(bench.policy, ids_T, [span.media for span in prompt.media])
+        cache = bench.stock(**given, use_cache=True).past_key_values
+        bench.stock.load_state_dict(bench.policy.model.state_dict(), strict=False)
+        given = {"input_ids": rest, "position_ids": positions.expand(3, 1, -1), "past_key_values": cache}
+        logits_nV = bench.stock(**given, use_cache=True).logits[0].float()
+    logits_nV[:, masked] = -torch.inf
+    wanted = logits_nV.log_softmax(-1).gather(1, torch.tensor(segment.tokens[first:])[:, None])[:, 0]
+    scale = max(1.0, float(logits_nV[logits_nV.isfinite()].abs().max()))
+    assert torch.allclose(wanted, torch.tensor(segment.logprobs[first:]), atol=bench.rounding * scale)
 
 
 def check_spans(found: list[Response], version: int) -> None:

@@ -390,5 +390,5 @@ def test_room_for_those_who_wait_is_within_the_context_that_a_thread_may_have(te
     waiting = [Job(endless, loop.create_future())] * 5
     loop.close()
     prefix = (PrefixEntry("", 1, 100, 100),)
-    row = pipeline.PagedRow(waiting[0], prefix, 2 * PAGE, frozenset(), text.policy.chat.token_bytes, None, [])
+    row = pipeline.PagedRow(waiting[0], prefix, 2 * PAGE, frozenset(), None, [])
     assert pipeline._pages_of([[row]], [], waiting, 4, 2 * PAGE) == (2, 8)

@@ -10,48 +10,22 @@ A request that fails fails alone; one whose wait is cancelled leaves the batch a
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from sensorium.engines.protocol import LiveEpisodes, Request, Response
-from sensorium.vocabulary.episode import Routes, Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
 # Idle turns of the event loop before a lockstep tick: an episode that just woke may still enter or send a request.
 QUIET_TURNS = 3
 
 
-@dataclass(frozen=True)
-class WrittenPart:
-    """Tokens of a response that earlier weights wrote, with their log-probs and routes, where those are recorded."""
-
-    version: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    sampled_logprobs: tuple[float, ...]
-    routes: Routes | None = None
-
-
 class Job:
-    """A request and the future its episode awaits. ``keep`` is False once the thread was released.
-
-    ``carried`` is what was written before weights changed: it follows the request's context, and the response continues
-    after it.
-    """
+    """A request and the future its episode awaits. ``keep`` is False once the thread was released."""
 
     def __init__(self, request: Request, future: "asyncio.Future[Response]", episodes: LiveEpisodes | None = None) -> None:
         self.request = request
         self.future = future
         self.episodes = episodes
         self.keep = True
-        self.carried: tuple[WrittenPart, ...] = ()
-
-    @property
-    def context(self) -> tuple[Segment, ...]:
-        """What the next token follows: the request's context, and the carried part of the response."""
-        if not self.carried:
-            return self.request.context
-        tokens = tuple(token for part in self.carried for token in part.tokens)
-        return (*self.request.context, Segment("model", tokens, name=f"{self.request.name}~{len(tokens)}"))
 
     def fail(self, error: Exception) -> None:
         """Pass an error to the episode, if it still waits."""
@@ -74,6 +48,7 @@ class TickScheduler:
         self._rollouts: set[LiveEpisodes] = set()
         self._open: dict[str, Job] = {}
         self._waiting: list[Job] = []
+        self._unsorted = False
         self._pump: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._events = 0
@@ -88,6 +63,7 @@ class TickScheduler:
         job = Job(request, asyncio.get_running_loop().create_future(), episodes)
         self._open[request.thread] = job
         self._waiting.append(job)
+        self._unsorted = True
         if self._pump is None or self._pump.done():
             self._news = asyncio.Event()
             self._pump = asyncio.get_running_loop().create_task(self._run(), name="engine ticks")
@@ -103,10 +79,6 @@ class TickScheduler:
         """Raise if any response is being written: its weights may not change under it."""
         if self._open:
             raise EngineError(f"the weights changed while {len(self._open)} responses were open; finish the rollout first.")
-
-    def admit_again(self, jobs: Sequence[Job]) -> None:
-        """Put jobs back that had been admitted; between ticks."""
-        self._waiting = [*jobs, *self._waiting]
 
     def _happened(self) -> None:
         self._events += 1
@@ -167,8 +139,10 @@ class TickScheduler:
 
     async def _tick(self) -> None:
         """One tick; answered requests are closed. Others may ask while it is under way."""
-        waiting = sorted((job for job in self._waiting if not job.future.done()), key=lambda job: job.request.order)
-        self._waiting = []
+        waiting = [job for job in self._waiting if not job.future.done()]
+        if self._unsorted:
+            waiting.sort(key=lambda job: job.request.order)
+        self._waiting, self._unsorted = [], False
         admitted = await self._tick_once(waiting)
         self._waiting = [*waiting[admitted:], *self._waiting]
         for thread in [thread for thread, job in self._open.items() if job.future.done()]:

@@ -232,7 +232,8 @@ class Attempt:
     """Seed, step and prefix, which determine the random numbers and the ids of a step's episodes.
 
     ``occasion`` is in the ids alone: two evaluations use the same random numbers, but have different ids.
-    ``demonstrate`` plays the tasks' or the environments' own demonstrations instead of asking the engine.
+    ``demonstrate`` plays the tasks' or the environments' own demonstrations instead of asking the engine. ``first`` is the
+    place of its first group among those of attempts that are played at the same time: engines serve requests in this order.
     """
 
     seed: int
@@ -240,6 +241,7 @@ class Attempt:
     prefix: str = "train"
     demonstrate: bool = False
     occasion: str = ""
+    first: int = 0
 
 
 class Rollout:
@@ -548,7 +550,8 @@ class _Play:
             sampling = replace(sampling, max_new_tokens=budget)
         attempt = self.attempt
         key = response_key(attempt.seed, attempt.step, f"{attempt.prefix}:{self.task.id}", self.number, turn)
-        request = Request(thread, context, sampling, (*self.order, turn), key, f"{self.id}/{turn}")
+        order = (attempt.first + self.order[0], self.order[1], turn)
+        request = Request(thread, context, sampling, order, key, f"{self.id}/{turn}")
         return await self.rollout.engine.generate(request, self.live)
 
     def record(

@@ -10,7 +10,7 @@ checkpoint or an evaluation nothing is played ahead (``Recipe.plays_ahead``): wh
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -222,43 +222,48 @@ class AsynchronousSchedule:
         restored = self._restored
         while restored:
             self.loader.load_state_dict(restored[0]["before"])
-            group = await self._draw(restored[0]["before"])
+            groups = await self._draw(1)
             restored.pop(0)
             self._drawn = after
-            await self._begin(group)
+            await self._begin(groups)
         if self._drawn is not None:
             self.loader.load_state_dict(after)
         self._drawn = after
         while True:
             await self._until_room()
-            before = self._drawn
-            group = await self._draw(before)
+            groups = await self._draw(min(self._room, self._wanted))
             self._drawn = deepcopy(self.loader.state_dict())
-            await self._begin(group)
+            await self._begin(groups)
 
-    async def _draw(self, before: dict[str, Any]) -> OpenGroup:
-        """Draw the next task; the ledger records it and the rows skipped before it."""
-        first = self.loader.drawn
-        drawn = await self.loader.draw(1)
-        number = self.loader.drawn - 1
-        for place, row in enumerate(drawn.skipped):
-            self.ledger.draw(first + place, self._step, "")
-            self.ledger.settle_draw(first + place, self._step, f"skipped: {row.reason}")
-        self._waits.skipped += drawn.skipped
-        self.ledger.draw(number, self._step, drawn.tasks[0].id)
-        group = OpenGroup(number, before, drawn.tasks[0])
-        self._open.append(group)
-        return group
+    async def _draw(self, count: int) -> list[OpenGroup]:
+        """Draw the next tasks; the ledger records them and the rows that were skipped.
 
-    async def _begin(self, group: OpenGroup) -> None:
-        await self._until_room()
-        group.began = self._updates
-        self._count_idle()
-        play = asyncio.create_task(self._play(group), name=f"group {group.number}")
-        self._plays.add(play)
-        play.add_done_callback(self._plays.discard)
-        play.add_done_callback(self._ended)
-        self._stir()
+        Together, because an engine in this process advances while drawing waits: drawn one by one, few are played at once.
+        """
+        groups = []
+        for draw in await self.loader.draw_each(count):
+            number = draw.before["drawn"]
+            for row in draw.skipped:
+                self.ledger.draw(number, self._step, "")
+                self.ledger.settle_draw(number, self._step, f"skipped: {row.reason}")
+                number += 1
+            self._waits.skipped += draw.skipped
+            if draw.task is not None:
+                self.ledger.draw(number, self._step, draw.task.id)
+                groups.append(OpenGroup(number, draw.before, draw.task))
+        self._open += groups
+        return groups
+
+    async def _begin(self, groups: Sequence[OpenGroup]) -> None:
+        for group in groups:
+            await self._until_room()
+            group.began = self._updates
+            self._count_idle()
+            play = asyncio.create_task(self._play(group), name=f"group {group.number}")
+            self._plays.add(play)
+            play.add_done_callback(self._plays.discard)
+            play.add_done_callback(self._ended)
+            self._stir()
 
     async def _until_room(self) -> None:
         while not self._room:
@@ -269,19 +274,20 @@ class AsynchronousSchedule:
         self._full = False
 
     @property
-    def _room(self) -> bool:
-        """Whether one more group may begin."""
+    def _room(self) -> int:
+        """How many more groups may begin."""
         begun = [group for group in self._open if group.began is not None and not group.dropped]
         left = self.recipe.total_steps - self._step + (not self._updating)  # steps that are still to be taken
         limit = self._wanted * min(self._staleness + (not self._updating), left)
         concurrency = self.recipe.rollout.concurrency
         playing = sum(not group.played for group in begun)
-        return len(begun) < limit and (not concurrency or playing < max(1, concurrency // self._size))
+        room = limit - len(begun)
+        return max(0, min(room, max(1, concurrency // self._size) - playing) if concurrency else room)
 
     async def _play(self, group: OpenGroup) -> None:
         """Play and score a group, and select its episodes to train on."""
         recipe = self.recipe
-        attempt, deadlines = Attempt(recipe.seed, group.number, PREFIX), Deadlines(known=self._known)
+        attempt, deadlines = Attempt(recipe.seed, group.number, PREFIX, first=group.number), Deadlines(known=self._known)
         stream = self.session.rollout.stream([group.task], self._size, attempt, sampling_of(recipe.rollout), deadlines)
         (played,) = await stream.in_order()
         self.ledger.keep_deadlines(deadlines.fired)

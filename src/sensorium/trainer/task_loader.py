@@ -198,6 +198,18 @@ class _DrawAhead:
     reading: "Future[PlannedTasks]"
 
 
+@dataclass(frozen=True)
+class SingleDraw:
+    """A draw of one task; ``task`` is None if it cannot be played. ``before`` is the loader's state that it repeats from.
+
+    Rows are numbered from ``before["drawn"]`` on: those skipped first, then the task's.
+    """
+
+    before: dict[str, Any]
+    task: Task | None
+    skipped: tuple[SkippedRow, ...]
+
+
 class TaskLoader:
     """Draws tasks that can be played: media are readable, and the prompt leaves room for a response."""
 
@@ -237,10 +249,36 @@ class TaskLoader:
             self._notes.note(passed_over)
             skipped += passed_over
             in_a_row = [] if fitting else in_a_row + passed_over
-            if len(in_a_row) >= self._most_skipped:
-                different = len({skip.reason for skip in in_a_row})
-                raise none_left(f"{different} different tasks were looked at", in_a_row)
+            self._refuse_none_left(in_a_row)
         return PlannedTasks(tuple(tasks), tuple(skipped))
+
+    async def draw_each(self, count: int) -> list[SingleDraw]:
+        """``count`` draws of one task each, whose media are prepared together; more of them if no task can be played."""
+        found: list[SingleDraw] = []
+        while not any(draw.task for draw in found):
+            planned = await asyncio.wrap_future(self._reader.submit(self._plan_each, count))
+            fitting, unfit = await self.fitting([task for _, drawn in planned for task in drawn.tasks])
+            fits, reasons = {id(task) for task in fitting}, iter(unfit)
+            for before, drawn in planned:
+                (task,) = drawn.tasks
+                found.append(
+                    SingleDraw(before | {"drawn": self.drawn}, task, drawn.skipped)
+                    if id(task) in fits
+                    else SingleDraw(before | {"drawn": self.drawn}, None, (*drawn.skipped, next(reasons)))
+                )
+                self.drawn += 1 + len(drawn.skipped)
+            self._note_passed_rows()
+            self._note_placeholders(fitting)
+            passed_over = [skip for draw in found for skip in draw.skipped]
+            self._notes.note(passed_over)
+            if not fitting:
+                self._refuse_none_left(passed_over)
+        return found
+
+    def _refuse_none_left(self, in_a_row: Sequence[SkippedRow]) -> None:
+        if len(in_a_row) >= self._most_skipped:
+            different = len({skip.reason for skip in in_a_row})
+            raise none_left(f"{different} different tasks were looked at", in_a_row)
 
     def look_ahead(self, count: int) -> None:
         """Begin to read the next tasks and to decode their media, unless the planner waits for outcomes.
@@ -356,6 +394,10 @@ class TaskLoader:
         if ahead is not None and ahead.count == count:
             return ahead.reading
         return self._reader.submit(self._plan, count, None if ahead is None else ahead.before)
+
+    def _plan_each(self, count: int) -> list[tuple[dict[str, Any], PlannedTasks]]:
+        """Draws of one task each, with the loader's state before each."""
+        return [(deepcopy(self.state_dict()), self._plan(1)) for _ in range(count)]
 
     def _plan(self, count: int, before: dict[str, Any] | None = None) -> PlannedTasks:
         """The planner's draw, from the state ``before`` if given; checked to be ``count`` tasks."""

@@ -66,11 +66,6 @@ class Routes:
         """Bytes of a token."""
         return self.layers * self.top_k * self.width
 
-    def followed_by(self, later: "Routes") -> "Routes":
-        """With the tokens that only ``later`` has, which newer weights computed."""
-        known = (len(self.context) + len(self.own)) // self.row
-        return replace(self, own=self.own + (later.context + later.own)[(self.start + known - later.start) * self.row :])
-
 
 @dataclass(frozen=True)
 class Segment:

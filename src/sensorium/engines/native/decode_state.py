@@ -16,8 +16,10 @@ drew a stop token, or as many tokens as ``ends_B`` says, works on slot 0 from th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -93,7 +95,11 @@ class DecodeState:
         assert len(rows) <= bucket <= self.rows
         columns = [[0] * len(INTEGERS) for _ in range(bucket)]
         floats, sources = [[1.0, 1.0] for _ in range(bucket)], [0] * bucket
-        table = torch.zeros(bucket, self.pages, dtype=torch.int32)
+        table = np.zeros((bucket, self.pages), np.int32)
+        counts_R1 = np.array([[len(row.pages)] for row in rows])
+        table[: len(rows)][np.arange(self.pages) < counts_R1] = np.fromiter(
+            chain.from_iterable(row.pages for row in rows), np.int32
+        )
         for i, row in enumerate(rows):
             sampling = row.sampling
             sources[i] = row.source
@@ -102,7 +108,6 @@ class DecodeState:
                 int(not sampling.stop_tokens), min(sampling.top_k, self.vocab_size) or self.vocab_size, row.slot, row.end,
             )  # fmt: skip
             floats[i] = [sampling.temperature or 1.0, sampling.top_p]
-            table[i, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
         for i in range(len(rows), bucket):
             columns[i][6] = self.vocab_size
         for place, (first, count, shared) in enumerate(_tiles(rows)):
@@ -112,7 +117,7 @@ class DecodeState:
         self.tokens_B[:bucket] = latest_N[sent_to(self.device, torch.tensor(sources))]
         self.integers_CB[:, :bucket] = sent_to(self.device, torch.tensor(columns)).T
         self.floats_CB[:, :bucket] = sent_to(self.device, torch.tensor(floats, dtype=torch.float64)).T
-        self.table_BP[:bucket] = sent_to(self.device, table)
+        self.table_BP[:bucket] = sent_to(self.device, torch.from_numpy(table))
 
 
 @dataclass(frozen=True)

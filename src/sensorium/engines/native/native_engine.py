@@ -14,7 +14,7 @@ from sensorium.engines.native.pipeline import PagedWriter
 from sensorium.engines.native.prefix_cache import PrefixEntry, context_key
 from sensorium.engines.native.response_rows import Row
 from sensorium.engines.native.sampler import SamplingRows, sample, signed64, uniforms
-from sensorium.engines.native.writer import Writer, WriterCounters, joined_response
+from sensorium.engines.native.writer import Writer, WriterCounters
 from sensorium.engines.options import WriterOptions, check_writer_options, completed
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
 from sensorium.engines.scheduler import Job, TickScheduler
@@ -100,10 +100,10 @@ class NativeEngine:
         self._writer.forget(version)
 
     def push_weights(self, source: WeightSource, version: int) -> None:
-        """As ``update_weights``, between ticks, with responses open: their contexts are computed anew and they go on."""
+        """As ``update_weights``, between ticks, with responses open: they go on after their keys and values of before."""
         if source is not self._policy:
             raise EngineError("the native engine samples with the policy it was made of; it takes no other weights.")
-        self._scheduler.admit_again(self._writer.carry_over(version))
+        self._writer.change_weights(version)
 
     def reset_cache(self) -> None:
         """Drop all keys, values and features."""
@@ -188,8 +188,7 @@ class StockWriter:
         """The tokens of a response that is being written, and their log-probs; none before it has begun."""
         rows = (row for batch in self._batches for row in batch.rows)
         row = next((row for row in rows if row.job.request.thread == thread and not row.job.future.done()), None)
-        parts = () if row is None else row.parts(self.version)
-        return [token for part in parts for token in part.tokens], [one for part in parts for one in part.logprobs]
+        return ((), ()) if row is None else (row.tokens, row.logprobs)
 
     def release(self, thread: str) -> None:
         """Nothing is kept of a thread between its turns."""
@@ -199,13 +198,12 @@ class StockWriter:
         self._batches.clear()
         self.version = version
 
-    def carry_over(self, version: int) -> list[Job]:
-        """New weights are in place while responses are open: the open jobs, which go on after what they have written."""
-        rows = [batch.rows[i] for batch in self._batches for i in batch.open]
-        for row in rows:
-            row.carry(self.version)
-        self.forget(version)
-        return [row.job for row in rows]
+    def change_weights(self, version: int) -> None:
+        """New weights are in place while responses are open: those go on with what is cached of them."""
+        for batch in self._batches:
+            for row in batch.rows:
+                row.end_version(self.version)
+        self.version = version
 
     def _check_version(self) -> None:
         if self._policy.version != self.version:
@@ -232,11 +230,11 @@ class StockWriter:
         contexts: dict[Any, tuple[StockRow, list[Job]]] = {}
         for job in jobs:
             try:
-                key = context_key(job.context)
+                key = context_key(job.request.context)
                 if key in contexts:
                     contexts[key][1].append(job)
                     continue
-                row = self._general.row(self._policy.chat, job.context)
+                row = self._general.row(self._policy.chat, job.request.context)
                 self._general.refuse_unequal(self._policy.chat, row)
                 if len(row) >= self._max_context:
                     raise EngineError(
@@ -256,9 +254,8 @@ class StockWriter:
         made = self._general.call({**given, "use_cache": True}, 1)
         self.counters.prefills += len(rows)
         self.counters.prefill_tokens += sum(map(len, rows))
-        token_bytes = self._policy.chat.token_bytes
         responses = [
-            Row(job, (PrefixEntry("", 0, len(row), row.next_position),), self._max_context, self._stop_ids, token_bytes)
+            Row(job, (PrefixEntry("", 0, len(row), row.next_position),), self._max_context, self._stop_ids)
             for row, several in entries
             for job in several
         ]
@@ -271,7 +268,7 @@ class StockWriter:
 
     def _draw(self, batch: StockBatch, logits_BV: Tensor) -> None:
         """Draw the next token of every row, and end the responses that end."""
-        keys = [[signed64(row.job.request.key), row.before + len(row.tokens)] for row in batch.rows]
+        keys = [[signed64(row.job.request.key), len(row.tokens)] for row in batch.rows]
         keys_B, counts_B = sent_to(logits_BV.device, torch.tensor(keys).T.contiguous())
         vocab_size = self._policy.vocab_size
         sampling = SamplingRows.of([row.sampling for row in batch.rows], self._forbidden_F, self._stop_S, vocab_size)
@@ -286,7 +283,7 @@ class StockWriter:
             if isnan(logprob):
                 row.job.fail(EngineError(f"the logits of '{row.job.request.name}' are not finite; are the weights?"))
             elif finish:
-                row.job.future.set_result(joined_response(self._policy, row.job, row.parts(self.version), finish))
+                row.job.future.set_result(row.response(self._policy, self.version, finish))
 
 
 def longest_context(policy: Policy) -> int:

@@ -51,11 +51,10 @@ class PagedRow(Row):
         prefix: tuple[PrefixEntry, ...],
         limit: int,
         stop_ids: frozenset[int],
-        token_bytes: Callable[[int], bytes],
         group: object,
         pages: list[int],
     ) -> None:
-        super().__init__(job, prefix, limit, stop_ids, token_bytes)
+        super().__init__(job, prefix, limit, stop_ids)
         self.group = group
         self.pages = pages
         self.shared_pages = self.length // PAGE
@@ -88,14 +87,14 @@ class PagedRow(Row):
             source=self.source,
             position=self.position + self.launched - 1,
             length=self.length + self.launched - 1,
-            count=self.before + self.launched,
+            count=self.launched,
             key=self.job.request.key,
             sampling=self.sampling,
             pages=self.pages,
             shared_pages=self.shared_pages,
             group=self.group,
             slot=self.slot,
-            end=self.before + self.budget,
+            end=self.budget,
         )
 
     def ended_on_device(self, finish: FinishReason) -> bool:
@@ -204,10 +203,13 @@ class PagedWriter(Writer):
         self._laid, self._stale = [], True
         self._runner.refresh()
 
-    def _finish_launched(self) -> None:
-        """Read what steps that are under way draw."""
+    def change_weights(self, version: int) -> None:
+        """As ``forget``, with responses open; what steps that are under way draw is of the earlier weights."""
         while self._under_way:
             self._read(self._under_way.pop(0))
+        super().change_weights(version)
+        self._stale = True
+        self._runner.refresh()
 
     def _settle(self) -> None:
         """Rows whose response ended leave: what may be continued is set aside, their pages are free."""
@@ -297,7 +299,7 @@ class PagedWriter(Writer):
         return found
 
     def _group(self, entry: SharedContext) -> list[PagedRow]:
-        given = entry.prefix, self._max_context, self._stop_ids, self._policy.chat.token_bytes, entry
+        given = entry.prefix, self._max_context, self._stop_ids, entry
         return [PagedRow(job, *given, []) for job in entry.jobs]
 
     def _follow(self, groups: Sequence[Sequence[PagedRow]]) -> None:
@@ -336,7 +338,7 @@ class PagedWriter(Writer):
         device = logits_BV.device
         sampling = SamplingRows.of([row.sampling for row in rows], self._forbidden_F, self._stop_S, self._policy.vocab_size)
         keys_B = sent_to(device, torch.tensor([signed64(row.job.request.key) for row in rows]))
-        counts_B = sent_to(device, torch.tensor([row.before for row in rows]))
+        counts_B = torch.zeros_like(keys_B)
         drawn = sample(logits_BV, sampling, uniforms(keys_B, counts_B))
         for i, row in enumerate(rows):
             row.source = self._latest_N.shape[0] + i

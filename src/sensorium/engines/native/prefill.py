@@ -116,17 +116,17 @@ class SharedContext:
     def plan(cls, policy: Policy, job: Job, key: object, stored: StoredKV | None) -> "SharedContext":
         """What a request's context needs, given what was stored of its thread or prompt."""
         if stored is None:
-            suffix = plan(policy, job.context)
+            suffix = plan(policy, job.request.context)
             return cls(key, suffix.prefix, suffix, None, [job])
-        if stored.hidden_H is not None and len(stored.prefix) == len(job.context):
+        if stored.hidden_H is not None and len(stored.prefix) == len(job.request.context):
             return cls(key, stored.prefix, None, stored, [job])
-        suffix = plan(policy, job.context, stored.prefix, stored.length, whole=bool(stored.states))
+        suffix = plan(policy, job.request.context, stored.prefix, stored.length, whole=bool(stored.states))
         return cls(key, suffix.prefix, suffix, stored if suffix.held else None, [job])
 
     @property
     def shareable(self) -> bool:
         """Whether another thread can have the same context: one without the unique words of a model."""
-        return all(segment.author == "environment" for segment in self.jobs[0].context)
+        return all(segment.author == "environment" for segment in self.jobs[0].request.context)
 
     def whole(self, block: Tensor, hidden_H: Tensor, states: tuple[DeltaState, ...]) -> StoredKV:
         """What is stored of it for later requests, once it is computed."""

@@ -1,6 +1,6 @@
 """Rows: the responses being written, as the host knows them and as the device holds them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 from sensorium.engines.native.key_values import KVCache, causal_bias, write_places
 from sensorium.engines.native.prefix_cache import PrefixEntry
 from sensorium.engines.native.sampler import SamplingRows, signed64, uniforms
-from sensorium.engines.protocol import FinishReason
-from sensorium.engines.scheduler import Job, WrittenPart
+from sensorium.engines.protocol import FinishReason, Response
+from sensorium.engines.scheduler import Job
 from sensorium.models.policy import Policy
-from sensorium.vocabulary.episode import Routes
+from sensorium.vocabulary.episode import Routes, VersionSpan
 
 AHEAD = 16  # steps whose random numbers are computed at once
 
@@ -35,8 +35,7 @@ class StopStrings:
 class Row:
     """One response being written after a context of ``length`` tokens whose next rotary position is ``position``.
 
-    With n tokens drawn, the last of them goes to cache entry ``length + n - 1`` when it is fed. Of a response that is
-    carried over from earlier weights, the context holds the ``before`` tokens that those wrote.
+    With n tokens drawn, the last of them goes to cache entry ``length + n - 1`` when it is fed.
     """
 
     def __init__(
@@ -45,15 +44,13 @@ class Row:
         prefix: tuple[PrefixEntry, ...],
         limit: int,
         stop_ids: frozenset[int],
-        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
         self.job = job
         self.prefix = prefix
         self.length = prefix[-1].length
         self.position = prefix[-1].position
         self.sampling = job.request.sampling
-        self.before = sum(len(part.tokens) for part in job.carried)
-        self.budget = min(self.sampling.max_new_tokens - self.before, limit - self.length)
+        self.budget = min(self.sampling.max_new_tokens, limit - self.length)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.sampled_logprobs: list[float] = []
@@ -61,20 +58,23 @@ class Row:
         self.own_routes: list[bytes] = []  # of the tokens that were fed
         self._stop_ids = stop_ids if self.sampling.stop_tokens else frozenset()
         self._stops = StopStrings(self.sampling.stop) if self.sampling.stop else None
-        if self._stops is not None and token_bytes is not None:
-            self._stops.feed(b"".join(token_bytes(token) for part in job.carried for token in part.tokens))
+        self._spans: list[VersionSpan] = []  # of earlier weights
 
-    def carry(self, version: int) -> None:
-        """Hand what these weights wrote to the job, which is then admitted again."""
-        if self.tokens:
-            self.job.carried = self.parts(version)
+    def end_version(self, version: int) -> None:
+        """Weights of ``version`` wrote what follows the earlier spans; other weights go on."""
+        start = self._spans[-1].end if self._spans else 0
+        if len(self.tokens) > start:
+            self._spans.append(VersionSpan(version, start, len(self.tokens)))
 
-    def parts(self, version: int) -> tuple[WrittenPart, ...]:
-        """All that was written, by the weights that wrote it; these are of ``version``."""
-        begun = self.context_routes
-        routes = None if begun is None else replace(begun, own=b"".join(self.own_routes))
-        own = WrittenPart(version, tuple(self.tokens), tuple(self.logprobs), tuple(self.sampled_logprobs), routes)
-        return (*self.job.carried, own)
+    def response(self, policy: Policy, version: int, finish: FinishReason) -> Response:
+        """The whole response, whose last tokens are of ``version``. Of several, it says which wrote which tokens."""
+        self.end_version(version)
+        versions = tuple(self._spans) if len(self._spans) > 1 else ()
+        name, first = self.job.request.name, self._spans[0].version
+        segment = policy.chat.written(self.tokens, self.logprobs, self.sampled_logprobs, name, first, versions)
+        if self.context_routes is not None:
+            segment = replace(segment, routes=replace(self.context_routes, own=b"".join(self.own_routes)))
+        return Response(segment, finish, versions)
 
     def take(self, token: int, logprob: float, sampled: float, policy: Policy) -> FinishReason | None:
         """Append a sampled token; the reason why the response ends, if it does."""
@@ -88,8 +88,7 @@ class Row:
     def prefix_after(self, key: str) -> tuple[PrefixEntry, ...]:
         """The thread's segments with the response behind the context."""
         drawn = len(self.tokens)
-        context = self.prefix[:-1] if self.before else self.prefix  # what was carried over is part of the response
-        return (*context, PrefixEntry(key, self.before + drawn, self.length + drawn, self.position + drawn))
+        return (*self.prefix, PrefixEntry(key, drawn, self.length + drawn, self.position + drawn))
 
     @property
     def cached(self) -> int:
@@ -118,7 +117,7 @@ class Batch:
         table.append([row.position + len(row.tokens) - 1 for row in rows])
         table.append([row.cached for row in rows])
         table.append([signed64(row.job.request.key) for row in rows])
-        table.append([row.before + len(row.tokens) for row in rows])
+        table.append([len(row.tokens) for row in rows])
         self.tokens_B, self.positions_B, lengths_B, self._keys_B, self._counts_B = torch.tensor(
             table, device=device
         ).unbind(0)

@@ -12,8 +12,7 @@ aside. Later groups then join without a pass of their own: a few short prompts t
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 from math import isnan
 
 import torch
@@ -25,13 +24,12 @@ from sensorium.engines.native.prefill import FeatureCache, RouteRecorder, Shared
 from sensorium.engines.native.prefix_cache import PrefixCache, StoredKV, context_key
 from sensorium.engines.native.response_rows import Batch, Row
 from sensorium.engines.native.steps import Steps
-from sensorium.engines.protocol import FinishReason, Response
-from sensorium.engines.scheduler import Job, WrittenPart
+from sensorium.engines.protocol import FinishReason
+from sensorium.engines.scheduler import Job
 from sensorium.models.encoding import spare_bytes
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.episode import Routes, VersionSpan
 from sensorium.vocabulary.errors import EngineError
 
 AHEAD_TOKENS = 16384  # of prompts that are computed before their groups have room
@@ -42,13 +40,13 @@ def joining(waiting: Sequence[Job], room: int, max_rows: int, idle: bool) -> int
     """How many of the waiting join now, in order: whole groups, unless the first is large or nobody else is at work."""
     if room <= 0 or room >= len(waiting):
         return max(0, min(room, len(waiting)))
-    next_key = context_key(waiting[room].context)
+    next_key = context_key(waiting[room].request.context)
     whole = room
-    while whole and context_key(waiting[whole - 1].context) == next_key:
+    while whole and context_key(waiting[whole - 1].request.context) == next_key:
         whole -= 1
     if whole:
         return whole
-    group = sum(1 for job in waiting[: max_rows // LARGEST_SHARE + 1] if context_key(job.context) == next_key)
+    group = sum(1 for job in waiting[: max_rows // LARGEST_SHARE + 1] if context_key(job.request.context) == next_key)
     return room if idle or group > max_rows // LARGEST_SHARE else 0
 
 
@@ -56,8 +54,8 @@ def prompts_ahead(waiting: Sequence[Job]) -> dict[Hashable, Job]:
     """The first job of each distinct prompt among the waiting that other threads may have too: no words of the model."""
     firsts: dict[Hashable, Job] = {}
     for job in waiting:
-        if not job.carried and all(segment.author == "environment" for segment in job.context):
-            firsts.setdefault(context_key(job.context), job)
+        if all(segment.author == "environment" for segment in job.request.context):
+            firsts.setdefault(context_key(job.request.context), job)
     return firsts
 
 
@@ -188,12 +186,7 @@ class Writer:
     def written_so_far(self, thread: str) -> tuple[Sequence[int], Sequence[float]]:
         """The tokens of a response that is being written, and their log-probs; none before it has begun."""
         row = next((row for row in self._rows if row.job.request.thread == thread), None)
-        if row is None:
-            return (), ()
-        if not row.before:
-            return row.tokens, row.logprobs
-        parts = row.parts(self.version)
-        return [token for part in parts for token in part.tokens], [one for part in parts for one in part.logprobs]
+        return ((), ()) if row is None else (row.tokens, row.logprobs)
 
     def release(self, thread: str) -> None:
         """Forget the keys and values of a thread, or do not set them aside when its response ends."""
@@ -211,21 +204,19 @@ class Writer:
         self._batch = None
         self.version = version
 
-    def carry_over(self, version: int) -> list[Job]:
-        """New weights are in place while responses are open: drop what earlier ones computed, and return the open jobs.
+    def change_weights(self, version: int) -> None:
+        """New weights are in place while responses are open: those, and threads between turns, keep their keys and values.
 
-        They keep what they have written, and go on after it once they are admitted again: their contexts are computed
-        anew, token t still draws hash(key, t).
+        So a push computes nothing again, and log-probs are always of what was sampled from. What other episodes may share,
+        prompts and features, is dropped.
         """
-        self._finish_launched()
-        rows = [row for row in self._rows if not row.job.future.done()]
-        for row in rows:
-            row.carry(self.version)
-        self.forget(version)
-        return [row.job for row in rows]
-
-    def _finish_launched(self) -> None:
-        """Nothing is launched ahead here."""
+        for row in self._rows:
+            row.end_version(self.version)
+        for key in [key for key, stored in self._prefix_cache.items() if stored.hidden_H is not None]:
+            self._prefix_cache.pop(key)
+        self._features.clear()
+        self._steps.refresh()
+        self.version = version
 
     def _check_version(self) -> None:
         if self._policy.version != self.version:
@@ -267,8 +258,7 @@ class Writer:
             return [], self._forbidden_F
         owners = [(job, entry) for entry in entries for job in entry.jobs[:1]]
         owners += [(job, entry) for entry in entries for job in entry.jobs[1:]]
-        token_bytes = self._policy.chat.token_bytes
-        rows = [Row(job, entry.prefix, self._max_context, self._stop_ids, token_bytes) for job, entry in owners]
+        rows = [Row(job, entry.prefix, self._max_context, self._stop_ids) for job, entry in owners]
         first = len(self._rows)
         self._reserve([*self._rows, *rows])
         hidden_NH = prefill(self._policy, self._cache, entries, first, features, self.counters, self._recorder)
@@ -289,7 +279,7 @@ class Writer:
         for job in jobs:
             request = job.request
             try:
-                key = context_key(job.context)
+                key = context_key(request.context)
                 if key in entries:
                     entries[key].jobs.append(job)
                     continue
@@ -311,7 +301,8 @@ class Writer:
         if not self._cache.states or entry.stored is not None:
             return entry
         # Of a thread that goes another way than its state, the prompt may be stored.
-        keys = (context_key(job.context[:count]) for count in range(len(job.context), 0, -1))
+        context = job.request.context
+        keys = (context_key(context[:count]) for count in range(len(context), 0, -1))
         stored = next((found for one in keys if (found := self._prefix_cache.get(one)) is not None), None)
         return entry if stored is None else SharedContext.plan(self._policy, job, key, stored)
 
@@ -362,7 +353,7 @@ class Writer:
 
     def _finish(self, row: Row, finish: FinishReason) -> None:
         if not row.job.future.done():
-            row.job.future.set_result(joined_response(self._policy, row.job, row.parts(self.version), finish))
+            row.job.future.set_result(row.response(self._policy, self.version, finish))
 
     def _laid_out(self) -> Batch:
         """The rows' tensors, with room in the cache for one more token of each."""
@@ -378,24 +369,3 @@ class Writer:
         length = max(row.length + min(row.budget, len(row.tokens) + RESERVE_AHEAD) for row in rows)
         if self._cache.reserve(len(rows), length + 1):
             self._batch = None
-
-
-def joined_response(policy: Policy, job: Job, parts: Sequence[WrittenPart], finish: FinishReason) -> Response:
-    """The response that parts make up; one that several versions of the weights wrote says which wrote which tokens."""
-    spans, start = [], 0
-    for part in parts:
-        spans.append(VersionSpan(part.version, start, start + len(part.tokens)))
-        start += len(part.tokens)
-    versions = tuple(spans) if len(spans) > 1 else ()
-    segment = policy.chat.written(
-        [token for part in parts for token in part.tokens],
-        [logprob for part in parts for logprob in part.logprobs],
-        [logprob for part in parts for logprob in part.sampled_logprobs],
-        job.request.name,
-        parts[0].version,
-        versions,
-    )
-    recorded = [part.routes for part in parts if part.routes is not None]
-    if recorded:
-        segment = replace(segment, routes=reduce(Routes.followed_by, recorded))
-    return Response(segment, finish, versions)

@@ -4,7 +4,7 @@ One message in, one answer out, until the other end hangs up:
 
     start    build the model that a folder describes, without weights          {}
     weights  read tensors from a file; nothing of earlier weights is kept      {}
-             (in_flight: except what open responses have written, which go on)
+             (in_flight: except of open responses and of threads between turns)
     reset    keep nothing of earlier rollouts                                  {}
     tick     cancel, release, take new requests, advance all                   {done: by thread, counters, notes}
     close    end                                                               {}
@@ -64,7 +64,7 @@ class Child:
             parameter.requires_grad_(name in message["learning"])
         self.policy.version = message["version"]
         if message["in_flight"]:
-            self.waiting = [*self.writer.carry_over(message["version"]), *self.waiting]
+            self.writer.change_weights(message["version"])
             return {}
         return self.reset(message)
 
