@@ -8,6 +8,7 @@ python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--
 python -m bench curves
 python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench kernels --workload W1|W2|W3 [--steps 3] [--limit-s 500] [--known FILE] [--out kernels.json]
+python -m bench schedules [--workload text|W1] [--steps 4] [--slow] [--tiny]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
 
 ``--sharing off`` also times the update with every episode as a group of its own, in the same process: each pays its prompt,
@@ -22,6 +23,8 @@ time, ``--push`` is how vLLM gets its weights, and ``--tiny`` runs it with a tin
 
 The others need a CUDA GPU. Weights are random: speed does not depend on their values.
 SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
+``schedules`` times the three schedules in one run (``bench/compared_schedules.py``): of a GSM8K
+run's work (``text``) or W1; ``--slow``: with environments that take 0.2 to 1 s a turn; ``--tiny``: on a CPU.
 ``experts`` compares forms of a mixture's experts and replayed routes in one process (``bench/experts.py``).
 ``kernels`` times steps with every kernel switched off in turn (``bench/kernel_times.py``).
 ``export`` measures memory and needs 60 GiB of disk (without a LoRA rank 110 to save the optimizer too); ``--tiny`` runs it
@@ -46,8 +49,11 @@ RECOMPUTE: dict[str, bool | str] = {"none": False, "selective": "selective", "fu
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["step", "engines", "rollout", "curves", "kernels", "export", "experts"])
-    parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35", "A3B"])
+    parser.add_argument(
+        "what", choices=["step", "engines", "rollout", "curves", "kernels", "export", "experts", "schedules"]
+    )
+    parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35", "A3B", "text"])
+    parser.add_argument("--slow", action="store_true", help="schedules: with environments that take 0.2 to 1 s a turn")
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
@@ -69,7 +75,7 @@ def main() -> None:
     parser.add_argument("--known", type=Path, help="kernels: an earlier result; what it settles is left out")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"), help="kernels: where the table goes")
     parser.add_argument("--scratch", type=Path, help="where the export writes; default: a temporary folder")
-    parser.add_argument("--tiny", action="store_true", help="export and engines: on a tiny model")
+    parser.add_argument("--tiny", action="store_true", help="export, engines and schedules: on a tiny model")
     given = parser.parse_args()
     import torch
 
@@ -80,6 +86,16 @@ def main() -> None:
         from engines import TINY
 
         print(json.dumps(_engines(given, TINY), indent=1))
+        return
+    if given.what == "schedules" and (given.tiny or torch.cuda.is_available()):
+        from compared_schedules import compare
+
+        logging.disable(logging.WARNING)
+        work = "text" if given.tiny or given.slow else given.workload
+        rows = compare(
+            "cpu" if given.tiny else "cuda", work, environments="slow" if given.slow else "fast", steps=given.steps
+        )
+        print(json.dumps(rows, indent=1))
         return
     if given.workload == "W0":
         if given.what != "step":
