@@ -48,6 +48,24 @@ def test_a_fused_layer_is_the_stock_layer(family: str, dtype: str, tmp_path: Pat
 
 
 @gpu_too
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_5_moe"])
+def test_in_bfloat16_a_wrong_gradient_of_any_tensor_is_found(family: str, tmp_path: Path) -> None:
+    """Without an interpreter: it has no bfloat16. The fused layer's is the second gradient that is computed."""
+    policy = policy_of(family, tmp_path, "bfloat16")
+    policy.model.requires_grad_(True)
+    layers = policy.adapter.language_model.layers
+    for layer in {type(next(layer.children())): layer for layer in layers}.values():
+        parts = mixer_of(layer) if policy.delta_layers else parts_of(layer)
+        check(layer, fused.FusedLayer(parts), policy.adapter.rotary)
+        for name, parameter in layer.named_parameters():
+            factors = iter((1.0, 1.05))
+            hook = parameter.register_hook(lambda gradient, factors=factors: gradient * next(factors))
+            with pytest.raises(UnknownLayer, match=name):
+                check(layer, fused.FusedLayer(parts), policy.adapter.rotary)
+            hook.remove()
+
+
+@gpu_too
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if DEVICE == "cuda" else ["float32"])
