@@ -1,5 +1,6 @@
 """The general path's learner: log-probs and gradients are those of the family's own adapter."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,19 @@ from sensorium.learner.learner import CreditedEpisode, Learner
 from sensorium.models.load import load_policy
 from sensorium.models.policy import FrozenCopy
 from sensorium.models.tiny import make_tiny
-from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LoraSection, LossSection
+from sensorium.recipe.schema import (
+    AlgorithmSection,
+    BatchSection,
+    CriticSection,
+    KLSection,
+    LoraSection,
+    LossSection,
+    OptimizerSection,
+)
 from tests.families import FAMILY_ROWS, wide_weights
 
 from .played import Groups, Player, make_learner
+from .test_critic import OWN, SHARED, play, taught, with_critic
 
 NATIVE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen2_audio", "internvl", "smolvlm")
 ALGORITHM = AlgorithmSection(
@@ -69,6 +79,34 @@ def test_logprobs_and_gradients_equal_those_of_the_familys_own_adapter(family: s
             assert own is None or not own.any(), name
         else:
             assert (mine - own).abs().max() <= 10 * rounding * largest, name
+
+
+@pytest.mark.parametrize(("section", "estimator"), [(OWN, "masked_gae"), (OWN, "gae"), (SHARED, "masked_gae")])
+def test_a_critic_reads_and_learns_what_it_does_beside_the_familys_own_adapter(
+    section: CriticSection, estimator: str, tmp_path: Path
+) -> None:
+    folder = make_tiny("qwen3_vl", tmp_path / "tiny", **wide_weights("qwen3_vl", 0.15, ""))
+    found, rows, weights = [], [], []
+    for family in ("general", "auto"):
+        policy = load_policy(str(folder), store=MediaStore(), family=family)
+        policy.family = policy.chat.family = "qwen3_vl"
+        batch = BatchSection(tokens_per_microbatch=400, epochs_per_step=2)
+        learner = with_critic(policy, section, estimator, batch=batch, optimizer=OptimizerSection(lr=1e-4))
+        groups = play(policy) if estimator == "masked_gae" else [Player(policy).conversation(size=3)]
+        groups[0] = [replace(sample, advantages=tuple(0 * one for one in sample.advantages)) for sample in groups[0]]
+        assessed = learner.assess([[sample.episode for sample in group] for group in groups])
+        assert assessed.values_P is not None
+        assert assessed.after_S is not None
+        found.append(torch.cat([assessed.values_P, assessed.after_S]))
+        rows.append(learner.step(taught(learner, groups)))
+        assert learner.critic is not None
+        weights.append({**learner.critic.trunk.model.state_dict(), "head": learner.critic.head.weight.detach()})
+    assert found[0].abs().max() > 0.1
+    assert torch.allclose(found[0], found[1], atol=1e-4)
+    for name in ("value/loss", "value/mean", "value/clip_fraction", "policy/grad_norm", "policy/loss"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-3, abs=1e-5), name
+    far = {name: float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[1]}
+    assert max(far.values()) < 2e-4, max(far.items(), key=lambda item: item[1])
 
 
 def test_recomputing_layers_changes_no_gradient(tmp_path: Path) -> None:

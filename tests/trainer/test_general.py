@@ -48,14 +48,20 @@ def recipe_of(source: Path, run: Path, **changes: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [("gemma3", {}), ("glm4v", {"family": "general", "lora": {"rank": 2}}), ("qwen3_next", {}), ("mistral3", {})],
+    ("name", "model", "algorithm"),
+    [
+        ("gemma3", {}, {}),
+        ("glm4v", {"family": "general", "lora": {"rank": 2}}, {}),
+        ("qwen3_next", {}, {}),
+        ("mistral3", {}, {"advantage": {"name": "gae"}, "critic": {"trunk": "own"}}),
+        ("aya_vision", {}, {"advantage": {"name": "gae"}, "critic": {"trunk": "shared"}}),
+    ],
 )
 def test_a_resumed_run_repeats_itself_and_what_it_saves_loads_equal(
-    name: str, model: dict[str, Any], tmp_path: Path
+    name: str, model: dict[str, Any], algorithm: dict[str, Any], tmp_path: Path
 ) -> None:
     source, whole, broken = make_checkpoint(name, tmp_path / "source"), tmp_path / "whole", tmp_path / "broken"
-    train(recipe_of(source, whole, model=model))
+    train(recipe_of(source, whole, model=model, algorithm=algorithm))
     shutil.copytree(whole, broken)
     shutil.rmtree(broken / "checkpoints" / "step_000002")
     train(load_recipe(broken), resume=True)
@@ -63,6 +69,7 @@ def test_a_resumed_run_repeats_itself_and_what_it_saves_loads_equal(
     assert rows[0] == rows[1]
     assert rows[0][0]["mismatch/max"] < 1e-3
     assert rows[0][0]["policy/grad_norm"] > 0
+    assert ("value/loss" in rows[0][0]) == bool(algorithm)
     one, two = (run / "checkpoints" / "step_000002" for run in (whole, broken))
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
     assert (one / "trainer" / "learner.pt").read_bytes() == (two / "trainer" / "learner.pt").read_bytes()
@@ -106,7 +113,6 @@ def test_models_of_text_that_name_their_sizes_otherwise_are_forecast_as_far_as_k
 def test_what_it_cannot_compute_is_refused_in_the_dry_run(tmp_path: Path) -> None:
     source = make_checkpoint("olmo2", tmp_path / "source")
     refused: list[dict[str, Any]] = [
-        {"algorithm": {"advantage": {"name": "gae"}}},
         {"model": {"precision": "matched"}},
         {"rollout": {"engine": "process", "max_new_tokens": 4}},
         {"algorithm": {"router_coef": 0.1}},

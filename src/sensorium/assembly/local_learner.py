@@ -36,12 +36,7 @@ class LocalLearner:
     def __init__(self, recipe: Recipe, policy: Policy, directory: RunDirectory, models: WholeModels | None = None) -> None:
         self._recipe, self._policy, self._directory = recipe, policy, directory
         self._models = models or WholeModels()
-        if policy.general is None:
-            policy.checkpoint_gradients(*recomputation(recipe, policy.device))
-        else:  # whose sizes are not forecast by layers: on a GPU recompute where it can
-            how = recipe.model.gradient_checkpointing
-            on_gpu = policy.device.type == "cuda" and policy.general.recomputes
-            policy.checkpoint_gradients(on_gpu if how == "auto" else how)
+        policy.checkpoint_gradients(*recomputation(recipe, policy))
         self._warming = recipe.warm_start.steps > 0
         self._stage = make_learner(recipe, policy, None, self._models, warming=self._warming)
         self._shortest: CreditedEpisode | None = None
@@ -172,16 +167,18 @@ def make_critic(recipe: Recipe, policy: Policy, models: WholeModels) -> Critic |
             )
         if section.path:
             trunk = models.hold(trunk, section.freeze)
-        trunk.checkpoint_gradients(recomputation(recipe, trunk.device)[0])
+        trunk.checkpoint_gradients(recomputation(recipe, trunk)[0])
     return Critic(trunk, section, total_steps=recipe.steps, team=models.team)
 
 
-def recomputation(recipe: Recipe, device: torch.device) -> tuple[Recomputation, TowerRoom | None]:
+def recomputation(recipe: Recipe, policy: Policy) -> tuple[Recomputation, TowerRoom | None]:
     """What the learner recomputes in the backward pass, and the room of its vision tower on a GPU.
 
     With ``auto``, the choice is printed.
     """
-    how = recipe.model.gradient_checkpointing
+    how, device = recipe.model.gradient_checkpointing, policy.device
+    if policy.general is not None:  # whose sizes are not forecast by layers: on a GPU recompute where it can
+        return (device.type == "cuda" and policy.general.recomputes) if how == "auto" else how, None
     shape = read_shape(recipe.model.path, recipe.model.revision) if device.type == "cuda" else None
     if shape is None:
         return how != "auto" and how, None

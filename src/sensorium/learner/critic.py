@@ -30,7 +30,9 @@ class Critic:
         self.shared = section.trunk == "shared"
         self.section = section
         self._total_steps = total_steps
-        width = trunk.adapter.language_model.embed_tokens.weight.shape[1]
+        width = trunk.adapter.head.weight.shape[1]
+        if trunk.general is not None:
+            trunk.general.reads = "both" if self.shared else "states"
         self.head = nn.Linear(width, 1, device=trunk.device, dtype=torch.float32)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -43,7 +45,11 @@ class Critic:
         return rate_share(self.section.optimizer, step, self._total_steps)
 
     def read(self, hidden_QH: Tensor) -> Tensor:
-        """Values [Q] of hidden states; a shared trunk gets its share of the gradient, the head all of it."""
+        """Values [Q] of hidden states, behind which logits may stand.
+
+        A shared trunk gets its share of the gradient, the head all of it.
+        """
+        hidden_QH = hidden_QH[:, : self.head.in_features]
         if self.shared:
             still_QH = hidden_QH.detach()
             coef = self.section.trunk_coef

@@ -270,14 +270,14 @@ def rows_taken(microbatches: Sequence[MicroBatch]) -> dict[Media, Tensor]:
 
 
 def hidden_states(policy: Policy, microbatch: MicroBatch, features: UpdateFeatures) -> Tensor:
-    """The language model over a micro-batch: hidden states [T, H]; on the general path logits [M, V].
+    """The language model over a micro-batch: hidden states [T, H]; on the general path what ``General.read`` gives.
 
     Callers replay its routes, backward included.
     """
     if isinstance(microbatch.attention, StockRows):
         assert policy.general is not None, "only it has rows"
         policy.counters.tower_items += sum(len(row.media) for row in microbatch.attention.rows)
-        return policy.general.logits(policy.chat, microbatch.attention)
+        return policy.general.read(policy.chat, microbatch.attention)
     placements, attention = features.placements(microbatch), microbatch.attention
     return policy.language(microbatch.ids_T[None], microbatch.positions_3T[:, None], attention, placements)[0]
 

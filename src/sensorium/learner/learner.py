@@ -67,7 +67,7 @@ class Learner:
         stop_tokens: bool = True,
         team: Team = ALONE,
     ) -> None:
-        if policy.general is not None and (team.size > 1 or critic is not None):
+        if policy.general is not None and team.size > 1:
             raise ModelError(GENERAL_ALONE)
         if team.tokens is not None and policy.delta_layers:
             raise ModelError(f"cluster.sequence_parallel: {STATES_APART}")
@@ -285,7 +285,7 @@ class Learner:
             costs = [sum(sample.episode.sampled_tokens for sample in group) for group in groups]
         policy, limit, team = self.policy, self._batch.tokens_per_microbatch, self.team
         if policy.general is not None:
-            return pack_rows(groups, policy, limit)
+            return pack_rows(groups, policy, limit, positions)
         lay_out, owned = policy.chat.layout, team.owned(costs)
         given = limit, policy.device, positions, owned, policy.matched, team.tokens
         return team.level(pack(groups, lay_out, *given, replay=self._algorithm.router_replay))

@@ -4,6 +4,7 @@ Invariants: a node is a segment in one context (its path from the root); a sampl
 at the place where it was generated; a value is read in exactly one node; nodes that none of these needs are left out.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,12 +17,13 @@ from sensorium.learner.credited_episode import CreditedEpisode, Groups, LayOut, 
 from sensorium.learner.sequence_parallel import SharedAttention, SlotShare, TokenGroup, share_tokens, slot_share
 from sensorium.learner.token_runs import TokenRun, arrange, arrange_levels
 from sensorium.learner.tree_attention import LevelAttention, MatchedTree, TreeAttention
+from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.experts import UNKNOWN
 from sensorium.models.general_path import StockRow, StockRows
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Slot
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.episode import Routes, Segment
+from sensorium.vocabulary.episode import Episode, Routes, Segment
 
 
 @dataclass(eq=False)
@@ -305,32 +307,45 @@ def pack(
     return packing
 
 
-def pack_rows(groups: Groups, policy: Policy, limit: int) -> Packing:
+def pack_rows(groups: Groups, policy: Policy, limit: int, positions: Positions | None = None) -> Packing:
     """The threads of groups as rows for the general path, each whole, up to its last token that is read.
 
     Micro-batches hold at most ``limit`` tokens, padding counted; those without any advantage come last. A row is not cut.
+    With ``positions`` of the groups' episodes, values are read there too.
     """
     general, chat = policy.general, policy.chat
     assert general is not None, "other families share what threads have in common"
     rows: dict[bool, list[tuple[StockRow, _Read]]] = {False: [], True: []}
-    first = 0
-    for group in groups:
-        for sample in group:
-            reads: dict[int, _Read] = {}
-            for turn in sample.episode.turns:
-                length = len(turn.response.tokens)
-                if length:
-                    read = reads.setdefault(turn.thread, _Read([], [], [], [], []))
-                    before = sample.episode.threads[turn.thread].segments[: turn.segment]
-                    start = sum(len(chat.layout(segment)) for segment in before)
-                    read.states.append(np.arange(start - 1, start + length - 1))
-                    read.targets.append(np.array(turn.response.tokens))
-                    read.places.append(np.arange(first, first + length))
-                first += length
-            for thread, read in reads.items():
-                homes = {turn.segment for turn in sample.episode.turns if turn.thread == thread and turn.response.tokens}
-                segments = sample.episode.threads[thread].segments[: max(homes) + 1]
-                rows[_silent(group)].append((general.row(chat, segments), read))
+    first = value = 0
+    samples = [(_silent(group), sample.episode) for group in groups for sample in group]
+    for s, (silent, episode) in enumerate(samples):
+        reads: dict[int, _Read] = defaultdict(lambda: _Read([], [], [], [], []))
+        ends: Counter[int] = Counter()
+        last = None
+        for turn in episode.turns:
+            states = _states_before(chat, episode, turn.thread, turn.segment, len(turn.response.tokens))
+            if len(states):
+                ends[turn.thread] = max(ends[turn.thread], turn.segment + 1)
+                read = reads[turn.thread]
+                read.states.append(states)
+                read.targets.append(np.array(turn.response.tokens))
+                read.places.append(np.arange(first, first + len(states)))
+            first += len(states)
+        for stretch in positions.stretches[s] if positions is not None else ():
+            states = _states_before(chat, episode, stretch.thread, stretch.segment, stretch.length)
+            if len(states):
+                ends[stretch.thread] = max(ends[stretch.thread], stretch.segment + 1)
+                last = reads[stretch.thread]
+                last.value_states.append(states)
+                last.value_places.append(np.arange(value, value + len(states)))
+            value += len(states)
+        if positions is not None and positions.truncated[s] and last is not None:
+            last.value_states.append(last.value_states[-1][-1:] + 1)
+            last.value_places.append(np.array([len(positions) + s]))
+        for thread, read in reads.items():
+            segments = episode.threads[thread].segments[: ends[thread]]
+            rows[silent].append((general.row(chat, segments), read))
+    assert positions is None or value == len(positions), f"{value} of {len(positions)} values are read"
     microbatches = []
     for silent, of_kind in rows.items():
         for batch in general.batches(chat, [row for row, _ in of_kind], limit):
@@ -338,29 +353,37 @@ def pack_rows(groups: Groups, policy: Policy, limit: int) -> Packing:
     return Packing(tuple(microbatches), first, 0)
 
 
+def _states_before(chat: ChatProcessor, episode: Episode, thread: int, segment: int, length: int) -> np.ndarray:
+    """The places in a thread of the states before each token of a segment of so many tokens."""
+    start = sum(len(chat.layout(one)) for one in episode.threads[thread].segments[:segment])
+    return np.arange(start - 1, start + length - 1)
+
+
 def _row_microbatch(several: Sequence[tuple[StockRow, "_Read"]], device: torch.device, silent: bool) -> MicroBatch:
-    """Rows as a micro-batch: its states are the logits that are read, in order."""
-    states = [torch.from_numpy(_joined(read.states)) for _, read in several]
-    targets, places = (
-        torch.from_numpy(_joined([part for _, read in several for part in getattr(read, name)])).to(device)
-        for name in ("targets", "places")
-    )
-    ids_T, nothing = (
-        torch.cat([row.ids_T for row, _ in several]).to(device),
-        torch.zeros(0, dtype=torch.long, device=device),
-    )
+    """Rows as a micro-batch: its states are what is read of the rows, each place once."""
+    places: list[np.ndarray] = []
+    joined: dict[str, list[np.ndarray]] = {"states": [], "value_states": []}
+    for _, read in several:
+        before = sum(map(len, places))
+        places.append(np.unique(_joined([*read.states, *read.value_states])))
+        for name, found in joined.items():
+            found.append(before + np.searchsorted(places[-1], _joined(getattr(read, name))))
+    for name in ("targets", "places", "value_places"):
+        joined[name] = [part for _, read in several for part in getattr(read, name)]
+    laid = {name: torch.from_numpy(_joined(parts)).to(device) for name, parts in joined.items()}
+    ids_T = torch.cat([row.ids_T for row, _ in several]).to(device)
     return MicroBatch(
         ids_T=ids_T,
-        positions_3T=nothing.expand(3, 0),
-        attention=StockRows(tuple(row for row, _ in several), tuple(states)),
+        positions_3T=ids_T.new_zeros(3, 0),
+        attention=StockRows(tuple(row for row, _ in several), tuple(map(torch.from_numpy, places))),
         slots=(),
-        states_M=torch.arange(len(targets), device=device),
-        targets_M=targets,
-        places_M=places,
+        states_M=laid["states"],
+        targets_M=laid["targets"],
+        places_M=laid["places"],
         silent=silent,
         fresh_T=torch.ones_like(ids_T, dtype=torch.bool),
-        value_states_Q=nothing,
-        value_places_Q=nothing,
+        value_states_Q=laid["value_states"],
+        value_places_Q=laid["value_places"],
     )
 
 

@@ -82,7 +82,7 @@ class StockRows:
 
 
 class StockHead:
-    """The head of a model whose forward has computed it already: what is read of a row are its logits."""
+    """The head of a model whose forward has computed it already: what is read of a row ends with its logits."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -92,8 +92,8 @@ class StockHead:
         weight: Tensor = self._model.get_output_embeddings().weight
         return weight
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        return logits
+    def __call__(self, read_NX: Tensor) -> Tensor:
+        return read_NX[:, -self.weight.shape[0] :]
 
 
 class General:
@@ -127,6 +127,7 @@ class General:
         self._places = "position_ids" in parameters
         self._keeps = "logits_to_keep" in parameters
         self.unchecked, self.notes = True, tuple[str, ...]()
+        self.reads: Literal["logits", "states", "both"] = "logits"
         self._recompute, self.recomputes = False, bool(model.supports_gradient_checkpointing)
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,14 +267,38 @@ class General:
         given = {key: sent_to(device, tensor) if tensor.device != device else tensor for key, tensor in given.items()}
         return self.call({**given, "past_key_values": cache, "use_cache": True}, 1)
 
-    def logits(self, chat: ChatProcessor, several: StockRows) -> Tensor:
-        """Logits [N, V] of what is read of rows that may be computed together, row by row; without a cache."""
+    def read(self, chat: ChatProcessor, several: StockRows) -> Tensor:
+        """What is read of rows that may be computed together, row by row, without a cache: [N, V], [N, H] or [N, H + V].
+
+        By ``reads``: logits, the states that the head takes, which a critic reads, or first states and then logits.
+        """
         given = self.inputs(chat, several.rows, "right")
         device, keep = given["input_ids"].device, torch.cat(several.read).unique()
-        with self._learning():
-            logits_BKV: Tensor = self.call({**given, "use_cache": False}, sent_to(device, keep)).logits
-        places = [torch.searchsorted(keep, read) + i * len(keep) for i, read in enumerate(several.read)]
-        return logits_BKV.flatten(0, 1).index_select(0, sent_to(device, torch.cat(places)))
+        keep, places = (
+            sent_to(device, keep),
+            [torch.searchsorted(keep, read) + i * len(keep) for i, read in enumerate(several.read)],
+        )
+        states: list[Tensor] = []
+        head = self.model.get_output_embeddings()
+        handle = (
+            head.register_forward_pre_hook(lambda _, taken: states.append(taken[0])) if self.reads != "logits" else None
+        )
+        try:
+            with self._learning():
+                found = [self.call({**given, "use_cache": False}, keep).logits]
+        finally:
+            if handle is not None:
+                handle.remove()
+        if self.reads != "logits":
+            if not states:
+                raise ModelError(
+                    f"a critic cannot read {type(self.model).__name__}: it computes its logits without its head."
+                )
+            state_BKH = states[-1] if states[-1].shape[1] == len(keep) else states[-1][:, keep]
+            found = [state_BKH, *(found if self.reads == "both" else ())]
+        place_N = sent_to(device, torch.cat(places))
+        parts = [part.flatten(0, 1).index_select(0, place_N) for part in found]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def checkpoint(self, wanted: bool) -> None:
         """Recompute activations of the model's layers in the backward pass, where it can."""

@@ -296,6 +296,8 @@ class Policy:
         adapters = None if self.adapters is None else self.adapters.of(model)
         copy = Policy(self.chat, adapter, model, adapters, self.precision)
         copy.version = self.version
+        if self.general is not None and copy.general is not None:
+            copy.general.recomputes = self.general.recomputes
         copy._encoder = self._encoder.copied(adapter)
         return copy
 

@@ -72,9 +72,9 @@ STATES_APART = (
 )
 GENERAL_ALONE = (
     "the general path (checkpoints of families without an adapter, model.family: general) computes whole rows by the "
-    "model's own forward, in one process. It has no critic, learner ranks, matched precision, router loss or replay, and "
-    "samples with the engine native. Use an estimator of groups (grpo, rloo, …), cluster.learners: 1 and rollout.engine: "
-    "native, or a checkpoint of a family that docs/guides/families.md names."
+    "model's own forward, in one process. It has no learner ranks, matched precision, router loss or replay, "
+    "and samples with the engine native. Use cluster.learners: 1 and rollout.engine: native, or a checkpoint of "
+    "a family that docs/guides/families.md names."
 )
 ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 NO_ROUTES = (
@@ -170,10 +170,9 @@ def cluster_notes(recipe: Recipe, *, gpus: bool, cpus: int | None = None) -> Ite
 def general_note(recipe: Recipe) -> str:
     """What a run on the general path gives up; refuses what it cannot do."""
     algorithm, model, cluster = recipe.algorithm, recipe.model, recipe.cluster
-    critic = recipe.steps > 0 and estimator_traits(algorithm.advantage.name).critic
     experts = algorithm.router_coef or algorithm.router_replay
     others = cluster.shared or experts or model.precision == "matched"
-    if critic or others or recipe.rollout.engine.name in OWN_WEIGHTS:
+    if others or recipe.rollout.engine.name in OWN_WEIGHTS:
         raise RecipeError(GENERAL_ALONE)
     size = recipe.batch.group_size
     return (
