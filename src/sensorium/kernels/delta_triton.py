@@ -41,12 +41,12 @@ class Convolve(torch.autograd.Function):
         x_MC, weight_C1S = ctx.saved_tensors
         places_NS, (order_E, starts_M1) = ctx.windows.places_NS, ctx.windows.readers
         (rows, span), (inputs, channels) = places_NS.shape, x_MC.shape
-        programs, wide = min(32, triton.cdiv(rows, ROWS)), triton.cdiv(channels, COLUMNS)
+        programs, wide = min(64, triton.cdiv(rows, ROWS)), triton.cdiv(channels, COLUMNS)
         inner_NC = x_MC.new_empty(rows, channels)
         sums_PCS = torch.empty(programs, channels, span, dtype=torch.float32, device=x_MC.device)
         _convolve_inner[(programs, wide)](
             x_MC, weight_C1S, places_NS, *(part.contiguous() for part in gradients), inner_NC, sums_PCS, rows, channels,
-            ctx.keys, SPAN=span, S=triton.next_power_of_2(span), R=ROWS, C=COLUMNS, num_warps=4,
+            ctx.keys, SPAN=span, R=ROWS // 2, C=COLUMNS, num_warps=4,
         )  # fmt: skip
         gradient_MC = None
         if ctx.needs_input_grad[0]:
@@ -92,36 +92,49 @@ def _convolve(
 @triton.jit
 def _convolve_inner(
     x, weight, places, query, key, value, inner, sums, rows, channels, keys,
-    SPAN: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    SPAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before the SiLU, and the weight's summed over the rows of each program."""
+    """The gradient before the SiLU, and the weight's summed over the rows of each program; of at most four columns."""
     chunk = tl.program_id(0)
     c = tl.program_id(1) * C + tl.arange(0, C)
     inside, column = c < channels, c[None, :]
-    span = tl.arange(0, S)[:, None]
     kind: tl.constexpr = inner.dtype.element_ty
-    of_weight = tl.zeros((S, C), tl.float32)
+    sum_0, sum_1 = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
+    sum_2, sum_3 = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
     for begin in range(chunk * R, rows, tl.num_programs(0) * R):
         row = begin + tl.arange(0, R)
         there = row < rows
         at, real = row.to(tl.int64)[:, None], there[:, None] & inside[None, :]
+        in_keys, in_values = real & (column >= keys) & (column < 2 * keys), real & (column >= 2 * keys)
+        given = tl.load(query + at * keys + column, mask=real & (column < keys), other=0.0).to(tl.float32)
+        given += tl.load(key + at * keys + column - keys, mask=in_keys, other=0.0).to(tl.float32)
+        place = at * (channels - 2 * keys) + column - 2 * keys
+        given += tl.load(value + place, mask=in_values, other=0.0).to(tl.float32)
         summed = _columns_of(x, weight, places, row, there, c, inside, channels, SPAN, R, C)
         rounded = summed.to(kind).to(tl.float32)
         sigmoid = 1.0 / (1.0 + tl.exp(-rounded))
-        given = tl.load(query + at * keys + column, mask=real & (column < keys), other=0.0).to(tl.float32)
-        in_keys = real & (column >= keys) & (column < 2 * keys)
-        given += tl.load(key + at * keys + column - keys, mask=in_keys, other=0.0).to(tl.float32)
-        in_values = real & (column >= 2 * keys)
-        place = at * (channels - 2 * keys) + column - 2 * keys
-        given += tl.load(value + place, mask=in_values, other=0.0).to(tl.float32)
         found = (given * sigmoid * (1.0 + rounded * (1.0 - sigmoid))).to(kind)
         tl.store(inner + at * channels + column, found, mask=real)
+        wide = found.to(tl.float32)
         for i in tl.static_range(SPAN):
             place = tl.load(places + row * SPAN + i, mask=there, other=-1).to(tl.int64)
             seen = tl.load(x + place[:, None] * channels + column, mask=(place >= 0)[:, None] & inside[None, :], other=0.0)
-            part = tl.sum(found.to(tl.float32) * seen.to(tl.float32), 0)
-            of_weight += tl.where(span == i, part[None, :], 0.0)
-    tl.store(sums + (chunk * channels + column) * SPAN + span, of_weight, mask=(span < SPAN) & inside[None, :])
+            if i == 0:
+                sum_0 += wide * seen.to(tl.float32)
+            elif i == 1:
+                sum_1 += wide * seen.to(tl.float32)
+            elif i == 2:
+                sum_2 += wide * seen.to(tl.float32)
+            else:
+                sum_3 += wide * seen.to(tl.float32)
+    out = sums + (chunk * channels + c) * SPAN
+    tl.store(out, tl.sum(sum_0, 0), mask=inside)
+    if SPAN > 1:
+        tl.store(out + 1, tl.sum(sum_1, 0), mask=inside)
+    if SPAN > 2:
+        tl.store(out + 2, tl.sum(sum_2, 0), mask=inside)
+    if SPAN > 3:
+        tl.store(out + 3, tl.sum(sum_3, 0), mask=inside)
 
 
 @triton.jit
@@ -495,7 +508,7 @@ def _decay_gradient(
         state = (chunk * (HEADS * SHARE) + group) * KEY * VALUE + in_place
         pull = tl.load(pulls + state, mask=in_state, other=0.0)
         kept = tl.sum(tl.sum(tl.load(states + state, mask=in_state, other=0.0).to(tl.float32) * pull.to(tl.float32), 1), 0)
-        pulled = tl.dot(own_key, pull.to(own_key.dtype))
+        pulled = tl.dot(own_key, pull.to(own_key.dtype), input_precision="ieee")
         corrected = (token * (HEADS * SHARE) + group)[:, None] * VALUE + v[None, :]
         added = tl.sum(pulled * tl.load(value + corrected, mask=of_values, other=0.0).to(tl.float32), 1)
         last = tl.load(sums + (stop - 1) * (HEADS * SHARE) + group).to(tl.float32)
