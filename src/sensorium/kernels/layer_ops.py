@@ -145,7 +145,8 @@ class AdaptedLinear(nn.Linear):
         self.settle()
 
     @property
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor, float]:
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, float]:
+        """The base's weight, A, B and the scale."""
         adapted, name = self._adapted
         return adapted.base_layer.weight, adapted.lora_A[name].weight, adapted.lora_B[name].weight, adapted.scaling[name]
 
@@ -153,7 +154,7 @@ class AdaptedLinear(nn.Linear):
     @torch.no_grad()
     def settle(self) -> None:
         """Make the weight of what A, B and the base are now."""
-        base_OI, a_RI, b_OR, scale = self._parts
+        base_OI, a_RI, b_OR, scale = self.parts
         off = self._adapted[0].disable_adapters
         made = (off, *(known for part in (base_OI, a_RI, b_OR) for known in (part.data_ptr(), part._version)))
         if made != self._made:
@@ -162,7 +163,7 @@ class AdaptedLinear(nn.Linear):
 
     def factors(self) -> Factors:
         """Weight and bias, and A and the scaled B, where their gradients may be asked for."""
-        _, a_RI, b_OR, scale = self._parts
+        _, a_RI, b_OR, scale = self.parts
         if self._adapted[0].disable_adapters or not torch.is_grad_enabled():
             return self.weight, self.bias, None, None
         return self.weight, self.bias, a_RI.to(self.weight.dtype), (b_OR * scale).to(self.weight.dtype)

@@ -389,16 +389,16 @@ def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tupl
     hidden, gradient = (x.to(weight.device, weight.dtype) for x in drawn)
     positions = torch.arange(TRIAL_TOKENS, device=weight.device)[None, None].expand(3, 1, -1)
     given: dict[str, Any] = {"position_embeddings": rotary(hidden, positions), "sensorium_attention": MaskedAttention()}
-    learning = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    stock_layer = _with_products(layer)
 
     def computed(each: Any) -> list[Tensor | None]:
         entered = (hidden.float() if each is fused else hidden.clone()).requires_grad_()
         out = each(entered, **given)
-        return [out, *torch.autograd.grad(out, [entered, *learning], gradient, allow_unused=True)]
+        return [out, *_gradients(out, entered, layer if each is fused else stock_layer, gradient, layer)]
 
     with torch.enable_grad():
-        with watching(routers_of([layer])) as seen:
-            stock = computed(layer)
+        with watching(routers_of([stock_layer])) as seen:
+            stock = computed(stock_layer)
         # The same experts: where two are nearly as likely, a rounding would send a token elsewhere.
         routes = torch.stack([one.ids_TK for one in seen], 1) if seen else None
         with nullcontext() if routes is None else replaying(routers_of([layer]), routes):
@@ -408,9 +408,8 @@ def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tupl
         errors, bound = _errors(found, stock), DELTA_BOUND if is_delta(layer) else BOUND
     else:
         expected = _in_float32(layer, rotary, hidden, positions, gradient, routes)
-        merged = any(hasattr(part, "product") for part in layer.modules())  # its weights are rounded sums
         errors, rounded = _errors(found, expected, stock), _errors(stock, expected)
-        bound = FACTOR * (2 if merged else 1) * median(error for error in rounded if error is not None)
+        bound = FACTOR * median(error for error in rounded if error is not None)
     worst, name = max((error, name) for error, name in zip(errors, names, strict=True) if error is not None)
     if not worst <= bound:
         raise UnknownLayer(
@@ -426,11 +425,39 @@ def _in_float32(
     gradient: Tensor,
     routes: Tensor | None,
 ) -> list[Tensor | None]:
-    wide, entered = deepcopy(layer).float(), hidden.float().requires_grad_()
-    learning = [parameter for parameter in wide.parameters() if parameter.requires_grad]
+    wide, entered = deepcopy(_with_products(layer)).float(), hidden.float().requires_grad_()
     with torch.enable_grad(), nullcontext() if routes is None else replaying(routers_of([wide]), routes):
         out = wide(entered, position_embeddings=rotary(entered, positions), sensorium_attention=MaskedAttention())
-        return [out, *torch.autograd.grad(out, [entered, *learning], gradient.float(), allow_unused=True)]
+        return [out, *_gradients(out, entered, wide, gradient.float(), layer)]
+
+
+def _with_products(layer: Any) -> Any:
+    """The layer; one with merged adapters as a copy with plain linear layers of the merged weights in their place."""
+    if not any(hasattr(part, "product") for part in layer.modules()):
+        return layer
+    plain = deepcopy(layer)
+    for name, part in list(plain.named_modules()):
+        if hasattr(part, "product"):
+            product = part.product[0]
+            linear = nn.Linear(1, 1, bias=False)
+            linear.weight, linear.bias = nn.Parameter(product.weight.detach().clone()), product.bias
+            plain.set_submodule(name, linear)
+    return plain
+
+
+def _gradients(out: Tensor, entered: Tensor, made_by: Any, gradient: Tensor, layer: Any) -> list[Tensor | None]:
+    """Gradients of the input and of what learns in ``layer``, of whose merged weights ``made_by`` may have had copies."""
+    named = {name: parameter for name, parameter in made_by.named_parameters() if parameter.requires_grad}
+    of_input, *found = torch.autograd.grad(out, [entered, *named.values()], gradient, allow_unused=True)
+    by_name: dict[str, Tensor | None] = dict(zip(named, found, strict=True))
+    for name, parameter in layer.named_parameters():
+        owner, adapted, part = name.partition(".lora_")
+        whole_OI = by_name.get(f"{owner}.weight") if adapted else None
+        if parameter.requires_grad and whole_OI is not None:
+            _, a_RI, b_OR, scale = layer.get_submodule(owner).product[0].parts
+            a_RI, b_OR, whole_OI = a_RI.to(whole_OI), b_OR.to(whole_OI), scale * whole_OI
+            by_name[name] = b_OR.T @ whole_OI if part.startswith("A") else whole_OI @ a_RI.T
+    return [of_input, *(by_name[name] for name, parameter in layer.named_parameters() if parameter.requires_grad)]
 
 
 def _errors(found: Sequence[Tensor | None], *others: Sequence[Tensor | None]) -> list[float | None]:

@@ -1,10 +1,11 @@
 """Low-rank adapters (peft's) on the linear layers of named groups of a model. The rest of the model is frozen.
 
 The model computes W·x + α/r·B·A·x when sampled and trained; a checkpoint holds the sum. On CUDA the language model's layers
-sample and train with the sum, too (``Adapters.merge``): one product each, as fast as without adapters. Embeddings, the
-patch projection of a tower and a head tied to the embeddings are never adapted. Nor are the experts and routers of a
-mixture (Qwen3-VL-MoE), which are bare tensors: in its language model only attention and shared experts have some. Of gated
-delta nets the linear layers are adapted, not the convolution and the decay.
+sample and train with the sum, too (``Adapters.merge``): one product each, as fast as without adapters, unless
+``model.lora.merge`` is false or a learner is sharded. Embeddings, the patch projection of a tower and a head tied to the
+embeddings are never adapted. Nor are the experts and routers of a mixture (Qwen3-VL-MoE), which are bare tensors: in its
+language model only attention and shared experts have some. Of gated delta nets the linear layers are adapted, not the
+convolution and the decay.
 """
 
 from collections.abc import Iterator, Mapping

@@ -211,7 +211,7 @@ class Policy:
         """Make what is computed of weights anew where they changed: on CUDA, products with merged adapters."""
         if self.adapters is None or self.sharding is not None or self.matched is not None:
             return
-        if self.device.type == "cuda" or layer_ops.interpreted:
+        if self.adapters.section.merge and (self.device.type == "cuda" or layer_ops.interpreted):
             self.adapters.merge(self.adapter.language_model.layers)
         self.adapters.settle()
 

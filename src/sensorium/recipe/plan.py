@@ -226,6 +226,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     size = BYTES[recipe.model.dtype]
     trainable = trained_parameters(recipe, shape)
     adapters = trainable if recipe.model.lora.rank else 0
+    on_gpu = size < 4 or recipe.model.device.startswith("cuda")
     vllm, cached = recipe.rollout.engine.name == "vllm", cached_tokens(recipe, recipe.cluster.engines)
     uses = {
         "weights": (shape.total + adapters) * size,
@@ -233,6 +234,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "optimizer moments": round(trainable * 2 * MOMENT_BYTES[recipe.optimizer.moments]),
         "remainders of fp32 masters": trainable * 2 if size < 4 else 0,
         "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
+        "merged adapters": shape.merged(recipe.model.lora) * size if on_gpu and recipe.model.precision == "fast" else 0,
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": _critic_bytes(recipe, shape, gradients=True),
         "keys and values": 0 if vllm else cached * 2 * shape.attention_layers * shape.key_values * size,
@@ -497,6 +499,7 @@ def lowering_settings(recipe: Recipe, ranks: int, *, samples: bool) -> dict[str,
     found: dict[str, tuple[Any, ...]] = {
         "model.gradient_checkpointing": () if model.gradient_checkpointing in (True, "auto") else ("auto",),
         "batch.tokens_per_microbatch": tuple(fewer for fewer in dict.fromkeys(halved) if fewer < tokens),
+        "model.lora.merge": (False,) if model.lora.rank and model.lora.merge and ranks == 1 else (),
         "rollout.engine.options.max_rows": tuple(fewer for fewer in ROWS if fewer < rows),
     }
     if ranks > 1:

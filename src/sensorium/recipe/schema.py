@@ -278,6 +278,11 @@ class LoraSection(Section):
     alpha: float = Field(default=32.0, gt=0, description="the adapters' output is scaled by alpha / rank")
     groups: tuple[str, ...] = Field(default=("language",), description="parts of the model that get adapters")
     modules: tuple[str, ...] = Field(default=(), description="only layers whose name ends so; empty: all linear ones")
+    merge: bool = Field(
+        default=True,
+        description="on a GPU the language model samples and trains with one weight, base plus adapters, as fast as "
+        "without them; takes the adapted weights once more. false: adapters are products of their own, slower",
+    )
 
 
 class ModelSection(Section):

@@ -277,8 +277,15 @@ class ModelShape:
 
     def adapters(self, lora: LoraSection) -> int:
         """Parameters of the adapters on the linear layers that are chosen."""
-        chosen = [layer for layer in self.linears if layer.group in lora.groups and ends_in(layer.name, lora.modules)]
-        return lora.rank * sum(layer.inputs + layer.outputs for layer in chosen)
+        return lora.rank * sum(layer.inputs + layer.outputs for layer in self._adapted(lora))
+
+    def merged(self, lora: LoraSection) -> int:
+        """Weights of the layers that compute with their adapters merged, where a GPU samples and trains."""
+        layers = self._adapted(lora) if lora.rank and lora.merge else []
+        return sum(layer.inputs * layer.outputs for layer in layers if layer.group == "language")
+
+    def _adapted(self, lora: LoraSection) -> list[Linear]:
+        return [layer for layer in self.linears if layer.group in lora.groups and ends_in(layer.name, lora.modules)]
 
 
 def is_ours(path: str) -> bool:
