@@ -2,8 +2,9 @@
 
 Of gated delta nets the convolution, the gated norm and the decay's gradient; of gated attention the norms and the rotation
 of heads, and the gate. Little is kept for the backward pass, where their results are computed again from their inputs.
-Roundings are those of the stock modules. Axes: N rows of a result, S columns that a convolution reads for each, C channels,
-H key heads, G value heads, K and V their sizes; in attention D the size of a head.
+Roundings are those of the stock modules, but for results of a mixer, which are added to the stream in float32.
+Axes: N rows of a result, S columns that a convolution reads for each, C channels, H key heads, G value heads, K and V their
+sizes; in attention D the size of a head.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sensorium.kernels.layer_ops import factor_gradients
+from sensorium.kernels.layer_ops import factor_gradients, wide_product
 
 PROGRAMS = 264  # of a backward pass: each sums a weight's gradient over its rows
 ROWS, COLUMNS = 16, 128  # of a block of the convolution
@@ -163,7 +164,7 @@ def _convolve_back(
 class GatedNormProduct(torch.autograd.Function):
     """(x [..., G, V], gate [..., G · V], gain [V], eps, factors of a layer [W, G · V]) → it, of norm(x) · silu(gate).
 
-    What the linear layer takes is computed again in the backward pass.
+    In float32. What the linear layer takes is computed again in the backward pass.
     """
 
     @staticmethod
@@ -171,14 +172,20 @@ class GatedNormProduct(torch.autograd.Function):
         x, gate, (weight, bias, a, b) = x.contiguous(), gate.contiguous(), factors
         ctx.save_for_backward(x, gate, gain_V, weight, a, b)
         ctx.eps = eps
-        return torch.nn.functional.linear(gated_norm(x, gate, gain_V, eps), weight, bias)  # type: ignore[arg-type]
+        return _wide_linear(gated_norm(x, gate, gain_V, eps), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, gain_V, weight, a, b = ctx.saved_tensors
-        given = gradients[0].flatten(0, -2)
+        given = gradients[0].flatten(0, -2).to(weight.dtype)
         of_x, of_gate, of_gain, out = gated_norm_gradients(x, gate, gain_V, ctx.eps, given @ weight)
         return of_x, of_gate, of_gain, None, *factor_gradients(ctx.needs_input_grad[4:], given, out, a, b)
+
+
+def _wide_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    assert weight is not None
+    found = wide_product(x, weight)
+    return found if bias is None else found + bias
 
 
 def gated_norm(x: Tensor, gate: Tensor, gain_V: Tensor, eps: float) -> Tensor:
@@ -380,7 +387,7 @@ def _turn_heads_back(
 class GatedProduct(torch.autograd.Function):
     """(x [..., H, D], gate [..., H, D], factors of a layer [W, H · D]) → it, of x · sigmoid(gate).
 
-    The gate is every other D numbers of a tensor. What the linear layer takes is computed again in the backward pass.
+    In float32. The gate is every other D numbers of a tensor. What the linear layer takes is computed again in the backward pass.
     """
 
     @staticmethod
@@ -392,12 +399,12 @@ class GatedProduct(torch.autograd.Function):
         block, several = _norm_block(size)
         rows = x.numel() // size
         _open[(triton.cdiv(rows, several),)](x, gate, out, rows, SIZE=size, R=several, D=block, num_warps=4)
-        return torch.nn.functional.linear(out.flatten(-2), weight, bias)  # type: ignore[arg-type]
+        return _wide_linear(out.flatten(-2), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, a, b = ctx.saved_tensors
-        flat = gradients[0].flatten(0, -2)
+        flat = gradients[0].flatten(0, -2).to(weight.dtype)
         given, size = flat @ weight, x.shape[-1]
         of_x, of_gate, out = torch.empty_like(x), torch.empty_like(x), torch.empty_like(given)
         block, several = _norm_block(size)
