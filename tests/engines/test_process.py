@@ -14,17 +14,21 @@ import pytest
 import torch
 
 from sensorium.cluster.channel import Channel
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.process.child import serve
 from sensorium.engines.process.parent import ProcessEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
+from sensorium.models.load import load_policy
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost, MediaError
 from studies.fork_server import ForkServer
 
 from ..forked import forked_python
-from .conftest import Bench, ask
+from ..general_checkpoints import make_checkpoint
+from ..models.clips import noise
+from .conftest import Bench, ask, generate
 from .test_in_flight import check_spans, spanning
 
 SAMPLING = Sampling(max_new_tokens=8, temperature=1.1)
@@ -75,6 +79,31 @@ def test_tokens_and_logprobs_are_those_of_the_native_engine(omni: Bench, engine:
     assert talk(omni, engine) == talk(omni, native)
     assert engine.counters == native.counters, "the same was computed, and no more"
     assert replace(engine.capabilities, own_weights=False) == native.capabilities
+
+
+@pytest.mark.parametrize("name", ["gemma3", "minicpmv4_6"])
+def test_of_the_general_path_too(name: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    """The second is computed with pictures of one size alone."""
+    policy = load_policy(str(make_checkpoint(name, tmp_path / name)), store=MediaStore())
+    prompts = [policy.chat.render([user(noise(policy.chat.store, seed, 56, 56), "what?")]) for seed in (1, 2)]
+    requests = [ask(str(i), [prompts[i % 2]], SAMPLING, order=(i, 0, 0), key=i) for i in range(4)]
+    engine = ProcessEngine(policy, max_rows=3)
+    with forked_python(fork_server):
+        engine.start()
+    try:
+        found = [response.segment for response in generate(engine, *requests)]
+        assert found == [response.segment for response in generate(NativeEngine(policy, max_rows=3), *requests)]
+        with torch.no_grad():
+            policy.adapter.head.weight.mul_(1.5)
+        policy.version = 1
+        engine.update_weights(policy, 1)
+        moved = [response.segment for response in generate(engine, *requests)]
+        assert moved == [response.segment for response in generate(NativeEngine(policy, max_rows=3), *requests)]
+        assert moved != found
+    finally:
+        engine.close()
+    with pytest.raises(EngineError, match="keep_bytes"):
+        ProcessEngine(policy, keep_bytes=1)
 
 
 def test_open_responses_go_on_with_new_weights(omni: Bench, engine: ProcessEngine) -> None:

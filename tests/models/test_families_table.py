@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from sensorium.data.media_store import MediaStore
-from sensorium.models.general_path import check_general, refuse_general
+from sensorium.models.general_path import refuse_general
 from sensorium.models.load import load_policy
 from sensorium.recipe.family_facts import FAMILIES
 from sensorium.vocabulary.errors import ModelError
@@ -46,8 +46,6 @@ def general_rows(folder: Path) -> Iterator[tuple[str, str]]:
             yield name, f"| {label} | refused | | | {_reason(error, path)} |"
             continue
         assert policy.general is not None
-        if policy.general.unchecked:
-            check_general(policy)
         chat: Any = policy.chat
         kinds = chat.media_format.placeholders
         turns = "one" if chat.one_turn else "any"

@@ -114,7 +114,7 @@ def test_what_it_cannot_compute_is_refused_in_the_dry_run(tmp_path: Path) -> Non
     source = make_checkpoint("olmo2", tmp_path / "source")
     refused: list[dict[str, Any]] = [
         {"model": {"precision": "matched"}},
-        {"rollout": {"engine": "process", "max_new_tokens": 4}},
+        {"cluster": {"learners": 2}},
         {"algorithm": {"router_coef": 0.1}},
     ]
     for changes in refused:

@@ -32,7 +32,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sensorium.models.family import MediaFormat, Tower, group_of
-from sensorium.models.general_media import GeneralMedia, Join, StockExtent, StockInput
+from sensorium.models.general_media import Company, GeneralMedia, Join, StockExtent, StockInput
 from sensorium.models.segment_layout import sent_to
 from sensorium.recipe.family_facts import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
@@ -126,13 +126,23 @@ class General:
         self._takes = None if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) else frozenset(parameters)
         self._places = "position_ids" in parameters
         self._keeps = "logits_to_keep" in parameters
-        self.unchecked, self.notes = True, tuple[str, ...]()
+        self.notes = tuple[str, ...]()
         self.reads: Literal["logits", "states", "both"] = "logits"
         self._recompute, self.recomputes = False, bool(model.supports_gradient_checkpointing)
 
     def rotary(self, hidden_BTH: Tensor, positions_3BT: Tensor) -> tuple[Tensor, Tensor]:
         """Not asked for: the model's own forward has its rotary embeddings inside."""
         raise AssertionError("the general path computes whole rows")
+
+    def checked(self, chat: ChatProcessor) -> tuple[str, Company | None]:
+        """What the check of the weights found that decides how they compute: for a copy in another process."""
+        return self.model.config._attn_implementation, _format_of(chat).company
+
+    def trust(self, chat: ChatProcessor, checked: tuple[str, Company | None]) -> None:
+        """Compute as a model does that was ``checked``."""
+        if self.model.config._attn_implementation != checked[0]:
+            self.model.set_attn_implementation(checked[0])
+        _format_of(chat).company = checked[1]
 
     def row(self, chat: ChatProcessor, segments: Sequence[Segment]) -> StockRow:
         """A thread as a row."""
@@ -423,7 +433,6 @@ def check_general(policy: Policy) -> None:
     check = SelfCheck(policy)
     check.run()
     assert policy.general is not None, "the check is of the general path"
-    policy.general.unchecked = False
     policy.general.notes = (*policy.chat.media_format.notes, *check.notes)  # type: ignore[attr-defined]
 
 

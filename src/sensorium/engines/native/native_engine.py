@@ -3,7 +3,7 @@
 ``scheduler`` says when a tick may happen; ``writer`` does what happens in one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
 from typing import Any, Unpack
 
@@ -18,12 +18,21 @@ from sensorium.engines.native.writer import Writer, WriterCounters
 from sensorium.engines.options import WriterOptions, check_writer_options, completed
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, WeightSource
 from sensorium.engines.scheduler import Job, TickScheduler
-from sensorium.models.general_path import StockRow, check_general
+from sensorium.models.general_path import StockRow
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import sent_to
 from sensorium.vocabulary.errors import EngineError
 
 STOCK_OPTIONS = frozenset(["max_rows", "max_context"])
+
+
+def stock_options(given: Mapping[str, Any], asked: Iterable[str]) -> dict[str, Any]:
+    """The arguments of ``StockWriter``, of all that an engine is ``given``; others that were asked for are refused."""
+    if useless := sorted(set(asked) - STOCK_OPTIONS):
+        raise EngineError(
+            f"the general path samples on the model's own cache, which has no option '{useless[0]}'; leave it out."
+        )
+    return {name: given[name] for name in STOCK_OPTIONS}
 
 
 class NativeEngine:
@@ -49,11 +58,7 @@ class NativeEngine:
         self._policy = policy
         self._writer: Writer | StockWriter
         if policy.general is not None:
-            if useless := sorted(options.keys() - STOCK_OPTIONS):
-                raise EngineError(
-                    f"the general path samples on the model's own cache, which has no option '{useless[0]}'; leave it out."
-                )
-            self._writer = StockWriter(policy, **{name: given[name] for name in STOCK_OPTIONS})
+            self._writer = StockWriter(policy, **stock_options(given, options))
         else:
             self._writer = (PagedWriter if paged else Writer)(policy, **given)
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
@@ -173,8 +178,6 @@ class StockWriter:
     def tick(self, waiting: Sequence[Job]) -> int:
         """Advance every row, and admit waiting jobs in order while there is room. How many were taken."""
         self._check_version()
-        if self._general.unchecked:  # in a process of its own, whose weights have come since it was made
-            check_general(self._policy)
         self._drop_finished()
         for batch in self._batches:
             self._decode(batch)

@@ -29,6 +29,7 @@ class Child:
         import torch
 
         from sensorium.data.media_store import MediaStore
+        from sensorium.engines.native.native_engine import StockWriter
         from sensorium.engines.native.pipeline import PagedWriter
         from sensorium.engines.native.writer import Writer
         from sensorium.engines.scheduler import Job
@@ -40,7 +41,11 @@ class Child:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         store = MediaStore(Path(message["media"]), limits=message["limits"])
         self.policy = build_policy(message["folder"], store=store, **message["policy"])
-        self.writer = (PagedWriter if message["paged"] else Writer)(self.policy, **message["writer"])
+        if self.policy.general is not None:
+            self.policy.general.trust(self.policy.chat, message["checked"])
+            self.writer: Writer | StockWriter = StockWriter(self.policy, **message["writer"])
+        else:
+            self.writer = (PagedWriter if message["paged"] else Writer)(self.policy, **message["writer"])
         self.jobs: dict[str, Job] = {}
         self.waiting: list[Job] = []
         self.unset = set(self.policy.tensors())

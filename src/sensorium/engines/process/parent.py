@@ -19,6 +19,7 @@ import torch
 from sensorium.cluster.channel import Channel, Message, error_of
 from sensorium.cluster.python_process import CLOSE_S, HostedProcess, ProcessHost, ThisMachine
 from sensorium.data.media_store import MediaStore
+from sensorium.engines.native.native_engine import stock_options
 from sensorium.engines.native.writer import WriterCounters
 from sensorium.engines.options import WriterOptions, check_writer_options, completed
 from sensorium.engines.pool import process_lost
@@ -64,6 +65,8 @@ class ProcessEngine:
         self.notes: tuple[str, ...] = ()
         self._policy = policy
         self._writer, self._paged = completed(options, policy.device.type, matched=matched)
+        if policy.general is not None:
+            self._writer = stock_options(self._writer, options)
         self._start_s, self._reply_s = start_s, reply_s
         self._host: ProcessHost = ThisMachine() if host is None else host
         self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
@@ -232,5 +235,6 @@ class ProcessEngine:
             "onednn": torch.backends.mkldnn.enabled,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "paged": self._paged,
+            "checked": None if policy.general is None else policy.general.checked(policy.chat),
             "writer": self._writer,
         }
