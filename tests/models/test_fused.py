@@ -179,7 +179,7 @@ def test_gradients_of_the_whole_model(family: str, tmp_path: Path) -> None:
     positions = torch.arange(60, device=DEVICE)[None, None].expand(3, 1, -1)
     results: list[list[Tensor]] = []
     for stock in (True, False):
-        for recompute in (False, True):
+        for recompute in (False, "selective", True) if policy.delta_layers else (False, True):
             policy.checkpoint_gradients(recompute)
             policy.model.zero_grad()
             hidden = policy.language(ids, positions, MaskedAttention(), stock=stock)

@@ -186,7 +186,8 @@ def recomputation(recipe: Recipe, policy: Policy) -> tuple[Recomputation, TowerR
     if how != "auto":
         return how, given_recomputation(recipe, shape, memory, how).room
     chosen = least_recomputation(recipe, shape, memory)
-    named = {False: "nothing", "selective": "MLPs", True: "whole layers"}[chosen.way]
+    inner = "MLPs and delta rules" if shape.delta else "MLPs"
+    named = {False: "nothing", "selective": inner, True: "whole layers"}[chosen.way]
     room = chosen.room
     tower = f", and the vision tower may keep {room.bytes / GIB:.1f} GiB" if room and room.kept else ""
     print(

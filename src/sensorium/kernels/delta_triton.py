@@ -204,14 +204,15 @@ def gated_norm_gradients(x: Tensor, gate: Tensor, gain_V: Tensor, eps: float, gi
     of_x, of_gate, out = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(given)
     sums_PV = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _gated_norm_gradients[(programs,)](
-        x, gate, gain_V, given, of_x, of_gate, out, sums_PV, rows, width, eps, R=several, W=block, num_warps=4
+        x, gate, gain_V, given, of_x, of_gate, out, sums_PV, rows, width, eps, R=several, W=block, num_warps=2
     )
     return of_x, of_gate, sums_PV.sum(0).to(gain_V.dtype), out
 
 
-def _norm_block(width: int) -> tuple[int, int]:
+def _norm_block(width: int, numbers: int = 1024) -> tuple[int, int]:
+    """How wide a block of rows is, and how many rows it has, for so many numbers."""
     block = triton.next_power_of_2(width)
-    return block, max(1, 1024 // block)
+    return block, max(1, numbers // block)
 
 
 @triton.jit
@@ -238,7 +239,7 @@ def _gated_norm_gradients(
     program = tl.program_id(0)
     place = tl.arange(0, W)
     factor = tl.load(gain + place, mask=place < width, other=0.0).to(tl.float32)[None, :]
-    summed = tl.zeros((W,), tl.float32)
+    summed = tl.zeros((R, W), tl.float32)
     for begin in range(program * R, rows, tl.num_programs(0) * R):
         row = (begin + tl.arange(0, R)).to(tl.int64)
         inside = (row < rows)[:, None] & (place < width)[None, :]
@@ -257,11 +258,11 @@ def _gated_norm_gradients(
         tl.store(out + at, (weighted * silu).to(kind), mask=inside)
         tl.store(of_gate + at, (pull * weighted * (sigmoid + silu * (1.0 - sigmoid))).to(kind), mask=inside)
         pull *= silu
-        summed += tl.sum(pull * rounded, 0)
+        summed += pull * rounded
         pull *= factor
         found = scale * (pull - normed * (tl.sum(pull * normed, 1) / width)[:, None])
         tl.store(of_x + at, found.to(kind), mask=inside)
-    tl.store(sums + program.to(tl.int64) * width + place, summed, mask=place < width)
+    tl.store(sums + program.to(tl.int64) * width + place, tl.sum(summed, 0), mask=place < width)
 
 
 class TurnedHeads(torch.autograd.Function):
@@ -309,7 +310,7 @@ def _turn_back(
     """Gradients of the input of ``_turn``, into which the gate's is written too, and of the gain."""
     size, out = len(gain_D), torch.empty_like(x)
     heads, rows = given.shape[-2], given.numel() // size
-    block, several = _norm_block(size)
+    block, several = _norm_block(size, 4096)
     programs = min(8 * PROGRAMS, triton.cdiv(rows, several))
     sums_PD = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     _turn_heads_back[(programs,)](
@@ -358,7 +359,7 @@ def _turn_heads_back(
     d = tl.arange(0, D)
     other = tl.where(d < TURNED, (d + TURNED // 2) % TURNED, d)
     factor = tl.load(gain + d, mask=d < SIZE, other=0.0).to(tl.float32)[None, :]
-    summed = tl.zeros((D,), tl.float32)
+    summed = tl.zeros((R, D), tl.float32)
     for begin in range(program * R, rows, tl.num_programs(0) * R):
         row = (begin + tl.arange(0, R)).to(tl.int64)
         inside = (row < rows)[:, None] & (d < SIZE)[None, :]
@@ -374,20 +375,21 @@ def _turn_heads_back(
         own = tl.load(given + row[:, None] * SIZE + d[None, :], mask=inside, other=0.0).to(tl.float32)
         turned = tl.load(given + row[:, None] * SIZE + other[None, :], mask=inside, other=0.0).to(tl.float32)
         pull = own * c + tl.where((d < TURNED // 2)[None, :], turned, -turned) * s
-        summed += tl.sum(pull * normed, 0)
+        summed += pull * normed
         pull *= factor
         found = scale * (pull - normed * (tl.sum(pull * normed, 1) / SIZE)[:, None])
         tl.store(gradient + row[:, None] * SLOT + d[None, :], found.to(kind), mask=inside)
         if GATE:
             opened = tl.load(of_gate + row[:, None] * SIZE + d[None, :], mask=inside, other=0.0)
             tl.store(gradient + row[:, None] * SLOT + SIZE + d[None, :], opened, mask=inside)
-    tl.store(sums + program.to(tl.int64) * SIZE + d, summed, mask=d < SIZE)
+    tl.store(sums + program.to(tl.int64) * SIZE + d, tl.sum(summed, 0), mask=d < SIZE)
 
 
 class GatedProduct(torch.autograd.Function):
     """(x [..., H, D], gate [..., H, D], factors of a layer [W, H · D]) → it, of x · sigmoid(gate).
 
-    In float32. The gate is every other D numbers of a tensor. What the linear layer takes is computed again in the backward pass.
+    In float32. The gate is every other D numbers of a tensor. What the linear layer takes is computed again in the backward
+    pass.
     """
 
     @staticmethod

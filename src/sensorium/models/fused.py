@@ -246,7 +246,7 @@ class FusedLayer:
 
     def __init__(self, parts: LayerParts | MixerParts) -> None:
         self._parts = parts
-        self.lean = False  # recomputes products of the MLP in the backward pass
+        self.lean = False  # recomputes products of the MLP, and the delta rule, in the backward pass
 
     def __call__(
         self, hidden_BTW: Tensor, *, position_embeddings: tuple[Tensor, Tensor], sensorium_attention: Attention
@@ -274,7 +274,11 @@ class FusedLayer:
         """The result of a delta net over the normed stream, and the stream."""
         before, (*given, out) = self._parts.before, linears_of(net)
         mixed, gate, b, a, hidden_BTW = NormedProducts.apply(hidden_BTW, before.gain, before.eps, *_factors(given))
-        seen_BTGV = attended(net, tokens_of(net, mixed, b, a), attention)
+        tokens = tokens_of(net, mixed, b, a)
+        if self.lean and torch.is_grad_enabled():
+            seen_BTGV = checkpoint(attended, net, tokens, attention, use_reentrant=False, preserve_rng_state=False)
+        else:
+            seen_BTGV = attended(net, tokens, attention)
         apply = import_module("sensorium.kernels.delta_triton").GatedNormProduct.apply
         return apply(seen_BTGV, gate, net.norm.weight, net.norm.variance_epsilon, *factors_of(out)), hidden_BTW
 

@@ -58,15 +58,17 @@ def _hybrid_bytes(recipe: Recipe, shape: ModelShape, how: bool | str) -> int:
     assert shape.delta is not None, "a model of attention alone has other layers"
     tokens, (delta, attention) = microbatch_tokens(recipe), hybrid_layer_bytes(shape)
     responses = -(-tokens * recipe.batch.group_size // _group_tokens(recipe))
-    layers = shape.delta.layers * delta + shape.attention_layers * attention
-    states = responses * 4 * shape.delta.state
+    layers, states = shape.delta.layers * delta + shape.attention_layers * attention, 4 * responses * shape.delta.state
     # Gradients of the MLP, or of a delta net: those of its channels and values, and the states of chunks with theirs.
     of_net = 6 * shape.delta.channels + 18 * shape.delta.values + 4 * shape.delta.state // CHUNK
     at_work = max(8 * shape.mlp, of_net) + 12 * shape.hidden
     if how is True:
         return tokens * (4 * shape.layers * shape.hidden + max(delta, attention) + at_work) + states
-    recomputed = 4 * shape.mlp * (shape.layers - 1) if how == "selective" else 0
-    return tokens * (layers - recomputed + at_work) + shape.delta.layers * states
+    if how == "selective":
+        of_rule = 2 * shape.delta.channels + shape.delta.values
+        again = 4 * shape.mlp * (shape.layers - 1) + of_rule * (shape.delta.layers - 1)
+        return tokens * (layers - again + at_work) + states
+    return tokens * (layers + at_work) + shape.delta.layers * states
 
 
 def hybrid_layer_bytes(shape: ModelShape) -> tuple[int, int]:

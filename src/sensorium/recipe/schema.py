@@ -302,8 +302,8 @@ class ModelSection(Section):
     )
     gradient_checkpointing: Literal[False, True, "selective", "auto"] = Field(
         default=False,
-        description="recompute activations: slower, less memory; selective: on CUDA only those of MLPs, elsewhere "
-        "as true; auto: on CUDA as little as the memory forecast allows, elsewhere none. Towers on "
+        description="recompute activations: slower, less memory; selective: on CUDA only those of MLPs and "
+        "delta rules, elsewhere as true; auto: on CUDA as little as the memory forecast allows, elsewhere none. Towers on "
         "CUDA: always",
     )
     precision: Literal["fast", "matched"] = Field(
