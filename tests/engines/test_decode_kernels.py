@@ -284,13 +284,13 @@ def test_results_of_mixers_are_rounded_and_norms_may_be_centred(kernels: TorchOp
     layer = torch.nn.Linear(256, 128, bias=False, device=DEVICE, dtype=dtype).requires_grad_(False)
     found, expected = (ops.add_product(layer, x, residual, norm, rounded=True) for ops in (kernels, TorchOps()))
     assert close(found[0], expected[0])
-    assert (found[1] - residual - (x.float() @ layer.weight.float().T).to(dtype)).abs().max() <= TOLERANCE[dtype]
+    assert close(found[1] - residual, (x.float() @ layer.weight.float().T).to(dtype))
     stock = torch.nn.functional.rms_norm(residual, (128,), eps=1e-6) * (1 + norm.weight.float())
     assert close(kernels.norm(residual, norm), stock.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("rows", [6, 40])
 @pytest.mark.parametrize("sizes", [(16, 32, 16, 16), (1, 3, 40, 24)])  # projections in parts, and one by one
 def test_a_delta_net_step_by_step(
     kernels: TorchOps, dtype: torch.dtype, rows: int, sizes: tuple[int, int, int, int]
@@ -312,7 +312,7 @@ def test_a_delta_net_step_by_step(
         results.append([*outs, windows[used], states[used]])
     for found, expected in zip(*results, strict=True):
         assert found.shape == expected.shape
-        assert close(found, expected)
+        assert (found.float() - expected.float()).norm() <= 1.5 * TOLERANCE[dtype] * expected.float().norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -90,9 +90,9 @@ def test_groups_of_different_lengths_fork_leave_and_join(bench: Bench, kv: str, 
     assert given_back(engine)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="runs in Triton's interpreter")
 def test_the_fused_step_with_kernels(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU they run in Triton's interpreter. Rows leave at different times and go on from their states."""
+    """On a GPU: test_logprobs_on_the_gpu. Rows leave at different times and go on from their states."""
     from sensorium.engines.native.decode_kernels import TritonOps
 
     monkeypatch.setattr(DecodeRunner, "_fast_ops", lambda _: TritonOps())
