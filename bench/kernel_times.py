@@ -88,20 +88,17 @@ def plain_head(scorer: Any, *given: Any) -> Any:
 _HEAD: dict[type, Callable[..., Any]] = {}
 
 
-def plain_add_product(
-    ops: Any, layer: Any, x_BK: Tensor, residual_BW: Tensor, norm: Any, kind: Any = None, rounded: bool = False
-) -> Any:
+def plain_add_product(ops: Any, layer: Any, x_BK: Tensor, residual_BW: Tensor, norm: Any, kind: Any = None) -> Any:
     """``TritonOps.add_product`` with its product, and torch for the rest."""
     from sensorium.engines.native.decode_kernels import fits, product_parts
     from sensorium.engines.native.decode_state import TorchOps
     from sensorium.kernels.layer_parts import FINE_SCALE
 
     if not fits([layer], x_BK):
-        return TorchOps.add_product(ops, layer, x_BK, residual_BW, norm, kind, rounded)
+        return TorchOps.add_product(ops, layer, x_BK, residual_BW, norm, kind)
     summed = product_parts(x_BK, [layer.weight]).sum(0)
     summed = summed if x_BK.dtype == layer.weight.dtype else summed * FINE_SCALE
     summed = summed if layer.bias is None else summed + layer.bias
-    summed = summed.to(layer.weight.dtype) if rounded else summed
     return TorchOps.add_norm(ops, summed, residual_BW, norm, kind)
 
 

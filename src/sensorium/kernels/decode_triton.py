@@ -290,8 +290,8 @@ def draw_tokens(
 @triton.jit(do_not_specialize=["rows"])
 def add_parts_norm(
     parts, bias, residual, weight, out, summed, rows, width, eps,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, ROUND: tl.constexpr, CENTRED: tl.constexpr, W: tl.constexpr,
-    SCALE: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The RMSNorm of a residual and a product that comes in parts, and their sum."""
     after_previous(AHEAD)
@@ -305,8 +305,6 @@ def add_parts_norm(
     value *= SCALE
     if BIAS:
         value += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
-    if ROUND:
-        value = value.to(weight.dtype.element_ty).to(tl.float32)
     other = tl.load(residual + row * width + place, mask=inside, other=0.0)
     total = (other.to(tl.float32) + value).to(other.dtype)
     tl.store(summed + row * width + place, total, mask=inside)

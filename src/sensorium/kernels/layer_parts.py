@@ -47,7 +47,7 @@ class LayerParts:
     """A decoder layer: ``before`` · attention · ``between`` · ``inner``, with a residual around each half.
 
     ``norms`` are of queries and keys, where the family has them. ``inner`` is a gated MLP, or any module (experts).
-    ``gated`` (Qwen3.5): ``query`` gives each head's query and then its gate, and the result of ``out`` is rounded.
+    ``gated`` (Qwen3.5): ``query`` gives each head's query and then its gate.
     """
 
     index: int

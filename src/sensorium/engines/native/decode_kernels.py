@@ -95,26 +95,20 @@ class TritonOps(TorchOps):
         return add_normed(x_BW, residual_BW, norm.weight, norm.eps, kind, norm.centred)[:2]
 
     def add_product(
-        self,
-        layer: nn.Module,
-        x_BK: Tensor,
-        residual_BW: Tensor,
-        norm: NormWeights,
-        kind: torch.dtype | None = None,
-        rounded: bool = False,
+        self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """A linear layer's result added to the residual: the norm of the sum, in ``kind`` if given, and the sum."""
         if not fits([layer], x_BK):
-            return super().add_product(layer, x_BK, residual_BW, norm, kind, rounded)
+            return super().add_product(layer, x_BK, residual_BW, norm, kind)
         assert isinstance(layer, nn.Linear)
         parts_PBW = product_parts(x_BK, [layer.weight])
         parts, rows, width = parts_PBW.shape
         out_BW, summed_BW = x_BK.new_empty(rows, width, dtype=kind or norm.weight.dtype), torch.empty_like(residual_BW)
         add_parts_norm[(rows,)](
             parts_PBW, layer.bias if layer.bias is not None else norm.weight, residual_BW, norm.weight, out_BW, summed_BW,
-            rows, width, norm.eps, PARTS=parts, BIAS=layer.bias is not None, ROUND=rounded, CENTRED=norm.centred,
-            W=triton.next_power_of_2(width), SCALE=1.0 if x_BK.dtype == layer.weight.dtype else FINE_SCALE, num_warps=8,
-            **launch_ahead(x_BK),
+            rows, width, norm.eps,
+            PARTS=parts, BIAS=layer.bias is not None, CENTRED=norm.centred, W=triton.next_power_of_2(width),
+            SCALE=1.0 if x_BK.dtype == layer.weight.dtype else FINE_SCALE, num_warps=8, **launch_ahead(x_BK),
         )  # fmt: skip
         return out_BW, summed_BW
 

@@ -245,20 +245,9 @@ class TorchOps:
         return self.norm(summed_BW, finer), summed_BW
 
     def add_product(
-        self,
-        layer: nn.Module,
-        x_BK: Tensor,
-        residual_BW: Tensor,
-        norm: NormWeights,
-        kind: torch.dtype | None = None,
-        rounded: bool = False,
+        self, layer: nn.Module, x_BK: Tensor, residual_BW: Tensor, norm: NormWeights, kind: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A linear layer's result added to the residual: the norm of the sum, in ``kind`` if given, and the sum.
-
-        ``rounded``: to the layer's kind, before it is added.
-        """
-        if rounded:
-            return self.add_norm(layer(x_BK), residual_BW, norm, kind)
+        """A linear layer's result added to the residual: the norm of the sum, in ``kind`` if given, and the sum."""
         weight = layer.weight if isinstance(layer, nn.Linear) else None
         if weight is not None and x_BK.dtype == torch.float16 != weight.dtype:
             return self.add_norm(wide_product(x_BK, self.half(weight)) * FINE_SCALE, residual_BW, norm, kind)

@@ -195,12 +195,12 @@ class FusedStep:
                 net: Any = layer.mixer
                 windows_NWC, states_NGKV = pool.states.windows[place], pool.states.states[place]
                 seen_BN = ops.mix(net, normed_BW, windows_NWC, states_NGKV, rows.slots_B)
-                normed_BW, sum_BW = ops.add_product(product_of(net.out_proj), seen_BN, sum_BW, layer.between, rounded=True)
+                normed_BW, sum_BW = ops.add_product(product_of(net.out_proj), seen_BN, sum_BW, layer.between)
             else:
                 query = ops.project(layer, normed_BW, angles, rows, pool.block[place])
                 seen_BN = ops.attend(query, rows, pool.block[place], layer.scaling)
                 fine = torch.float16 if layer.fine else None
-                normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine, layer.gated)
+                normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
             normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, norm)
         return policy.head_logits(normed_BW)
 
