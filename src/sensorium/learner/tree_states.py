@@ -92,8 +92,8 @@ class TreeStates:
 
     def __call__(self, net: Any, tokens: DeltaTokens) -> Tensor:
         """[1, T, G, V]."""
-        query, key, value = self._heads(net, tokens.mixed_BTC)
-        flat = (query, key, value, tokens.decay_BTG[0], tokens.beta_BTG[0])
+        query, key, value = self._heads(net, tokens.mixed_BTC)  # rows are squeezed: the gradient of an index is a copy
+        flat = (query, key, value, tokens.decay_BTG.squeeze(0), tokens.beta_BTG.squeeze(0))
         fast = usable(value.device, query.dtype, query.shape[1], *value.shape[1:], query.shape[2])
         states_RGKV: Tensor | None = None
         outs = []
@@ -116,7 +116,7 @@ class TreeStates:
     def _heads(self, net: Any, mixed_1TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys [T, H, K] and values [T, G, V]."""
         if not has_kernel(net, mixed_1TC):
-            query, key, value = (x[0] for x in heads_of(net, self._convolved(net, mixed_1TC)))
+            query, key, value = (x.squeeze(0) for x in heads_of(net, self._convolved(net, mixed_1TC)))
             return query, key, value
         width = window_size(net)
         if width not in self._everywhere:
@@ -124,7 +124,7 @@ class TreeStates:
             places_TS = torch.arange(count, device=self._device)[:, None] + torch.arange(-width, 1, device=self._device)
             places_TS[window.places_M] = torch.where(window.known_MW1[..., 0], window.columns_MW, -1)
             self._everywhere[width] = Windows(places_TS.int(), count)
-        return convolved_at(net, mixed_1TC[0], self._everywhere[width])
+        return convolved_at(net, mixed_1TC.squeeze(0), self._everywhere[width])
 
     def _window(self, width: int) -> _Window:
         if width not in self._windows:
@@ -136,9 +136,9 @@ class TreeStates:
         width = window_size(net)
         window = self._window(width)
         row = torch.cat([mixed_1TC.new_zeros(1, width, mixed_1TC.shape[2]), mixed_1TC], dim=1)
-        columns_MWC = take(mixed_1TC[0], window.columns_MW) * window.known_MW1.to(mixed_1TC.dtype)
+        columns_MWC = take(mixed_1TC.squeeze(0), window.columns_MW) * window.known_MW1.to(mixed_1TC.dtype)
         first_MC = by_torch(net, columns_MWC)[:, 0]
-        return by_torch(net, row)[0].index_copy(0, window.places_M, first_MC)[None]
+        return by_torch(net, row).squeeze(0).index_copy(0, window.places_M, first_MC)[None]
 
 
 class _Before(torch.autograd.Function):
@@ -163,7 +163,7 @@ def _in_one_call(level: _Level, tokens: Sequence[Tensor], before: Tensor | None)
     """Runs end to end, by the kernels."""
     query, key, value, decay, beta = (x[None] for x in tokens)
     out, after = fla_chunks(query, key, value, decay, beta, before, level.ends_R1, final=level.kept)
-    return out[0], after
+    return out.squeeze(0), after
 
 
 def _in_batches(level: _Level, tokens: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
