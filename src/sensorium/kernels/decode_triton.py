@@ -24,7 +24,10 @@ from sensorium.kernels.layer_triton import fitted, scaled
 # (17 and 20), gate and up 25 at 32 rows (29). Gate, up and what follows them at 96 and 128 rows: 29.6 and 30.0 (33.9 and
 # 34.0). Of 330 other tilings at 24, 64, 128 and 256 rows none gained more than 1 µs below 129 rows; at 256 those for gate
 # and up, down and out were slower than the library.
+# At 128 rows of Qwen3.5 4B's shape: channels and gates of a delta net 22.2 (library 23.9), queries with gates, keys and
+# values 19.9 (27.8), with tiles of 128 outputs, as 160 or 192 tiles of 64 are more than run at once; out 9.2 (10.4).
 LARGEST, LARGEST_GATED = 128, 128
+MULTIPROCESSORS = 132  # of an H200
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ def narrow_tiling(rows: int, outputs: int, inner: int) -> Tiling:
     parts = max(1, min(8, inner // 512, 128 // tiles))
     if rows <= 64:
         parts = 1 << (parts.bit_length() - 1)  # queries, keys and values of 2,560 in 3 parts gain from 65 rows on
-    return Tiling(64, 128 if rows <= 64 else 64, parts, 4, 5 if tiles <= 132 else 3)  # of 3 stages two fit at once
+    if rows > 64 and tiles > MULTIPROCESSORS:
+        return Tiling(128, 64, 1, 8, 5)
+    return Tiling(64, 128 if rows <= 64 else 64, parts, 4, 5)
 
 
 def few_outputs(inner: int) -> Tiling:
-    """For a product of 64 outputs or so, which runs beside a large one."""
-    return Tiling(32, 128, max(1, inner // 512), 4, 3)
+    """For a product of 64 outputs or so, which runs beside a large one: 3.6 µs at 128 rows of 2,560 (library 11.5)."""
+    return Tiling(16, 128, max(1, inner // 512), 4, 3)
 
 
 WIDE = Tiling(128, 64, 1, 4, 4)  # for gate and up
@@ -435,22 +440,22 @@ def _number(projected, at, step, kind: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def delta_next(
-    columns, gates, beta, decay, states, slots, rate, shift, gain, out, rows, scale, eps,
-    PARTS: tl.constexpr, NUMBER_PARTS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr,
+    columns, beta, decay, states, slots, rate, shift, out, rows, scale,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The gated delta rule (``delta_rule``) for one token per row, and the gated norm of its result.
+    """The gated delta rule (``delta_rule``) for one token per row; beta and decay before their activations.
 
-    Each state is read and written once, in its slot. A step ends with launches that wait for all before them, so what
-    the step before wrote is there before this step's last launch is done.
+    Each state is read and written once, in its slot, by programs for some of its values: of one warp, they need no sums
+    over warps. A step ends with launches that wait for all before them, so what the step before wrote is there before this
+    step's last launch is done.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     groups: tl.constexpr = HEADS * SHARE
     keys: tl.constexpr = HEADS * SIZE
-    channels: tl.constexpr = 2 * keys + groups * VALUE
     k = tl.arange(0, K)
-    v = tl.arange(0, V)
+    v = tl.program_id(2) * V + tl.arange(0, V)
     key_inside = k < SIZE
     inside = v < VALUE
     both = key_inside[:, None] & inside[None, :]
@@ -458,29 +463,49 @@ def delta_next(
     state = tl.load(place, mask=both, other=0.0, eviction_policy="evict_first")
     after_previous(AHEAD)
     kind: tl.constexpr = out.dtype.element_ty
-    begin = columns + row * channels
+    begin = columns + row * (2 * keys + groups * VALUE)
     query = tl.load(begin + (group // SHARE) * SIZE + k, mask=key_inside, other=0.0).to(tl.float32)
     key = tl.load(begin + keys + (group // SHARE) * SIZE + k, mask=key_inside, other=0.0).to(tl.float32)
     value = tl.load(begin + 2 * keys + group * VALUE + v, mask=inside, other=0.0).to(tl.float32)
     query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + 1e-6))
     key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
-    # Beta and decay have tensors of their own, or one side by side; gates too, or they are behind the columns.
-    numbers: tl.constexpr = groups if NUMBER_PARTS == 0 else 2 * groups
-    decay_from: tl.constexpr = 0 if NUMBER_PARTS == 0 else groups
-    opened = _number(beta, row * numbers + group, rows * numbers, kind, NUMBER_PARTS)
+    # Beta and decay have tensors of their own, or one side by side.
+    width: tl.constexpr = groups if PARTS == 0 else 2 * groups
+    decay_from: tl.constexpr = 0 if PARTS == 0 else groups
+    opened = _number(beta, row * width + group, rows * width, kind, PARTS)
     opened = (1.0 / (1.0 + tl.exp(-opened))).to(kind).to(tl.float32)
-    fall = _number(decay, row * numbers + decay_from + group, rows * numbers, kind, NUMBER_PARTS)
+    fall = _number(decay, row * width + decay_from + group, rows * width, kind, PARTS)
     fall += tl.load(shift + group).to(tl.float32)
     fall = tl.where(fall > 20.0, fall, tl.log(1.0 + tl.exp(fall))) * tl.exp(tl.load(rate + group).to(tl.float32))
     held = state.to(tl.float32) * tl.exp(-fall)
     added = (value - tl.sum(held * key[:, None], 0)) * opened
     held += key[:, None] * added[None, :]
     tl.store(place, held.to(states.dtype.element_ty), mask=both, eviction_policy="evict_first")
-    seen = tl.sum(held * query[:, None], 0).to(kind).to(tl.float32)
-    norm = 1.0 / tl.sqrt(tl.sum(seen * seen, 0) / VALUE + eps)
-    seen = scaled(seen, norm, gain, v, inside, kind, False).to(gain.dtype.element_ty).to(tl.float32)
-    gate_width: tl.constexpr = groups * VALUE if PARTS == 0 else channels + groups * VALUE
-    gate_from: tl.constexpr = 0 if PARTS == 0 else channels
-    gate = _taken(gates, gain, row, rows, gate_from + group * VALUE, gate_width, v, inside, kind, PARTS, False)
-    found = (seen * (gate / (1.0 + tl.exp(-gate)))).to(kind)
-    tl.store(out + (row * groups + group) * VALUE + v, found, mask=inside)
+    seen = tl.sum(held * query[:, None], 0)
+    tl.store(out + (row * groups + group) * VALUE + v, seen.to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_norm_next(
+    seen, gates, gain, out, rows, eps,
+    PARTS: tl.constexpr, FROM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, VALUE: tl.constexpr,
+    R: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The gated norm of a delta net's result, with ``delta_triton.gated_norm``'s roundings.
+
+    Gates are in rows of ``WIDTH`` numbers, from number ``FROM`` on.
+    """
+    after_previous(AHEAD)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * R + tl.arange(0, R)
+    v = tl.arange(0, V)
+    inside = (group < GROUPS)[:, None] & (v < VALUE)[None, :]
+    place = group[:, None] * VALUE + v[None, :]
+    kind: tl.constexpr = out.dtype.element_ty
+    x = tl.load(seen + row * GROUPS * VALUE + place, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / VALUE + eps)
+    factor = tl.load(gain + v, mask=v < VALUE, other=0.0).to(tl.float32)
+    x = ((x * scale[:, None]).to(kind).to(tl.float32) * factor[None, :]).to(gain.dtype.element_ty).to(tl.float32)
+    gate = _taken(gates, gain, row, rows, FROM, WIDTH, place, inside, kind, PARTS, False)
+    found = x * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out + row * GROUPS * VALUE + place, found.to(kind), mask=inside)

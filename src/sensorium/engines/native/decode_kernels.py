@@ -23,6 +23,7 @@ from sensorium.kernels.decode_triton import (
     draw_tokens,
     few_outputs,
     fits,
+    gated_norm_next,
     gated_products,
     largest_logits,
     place,
@@ -41,8 +42,7 @@ from sensorium.models.delta_net import window_size
 # splits, so that few rows still fill the GPU.
 
 
-COLUMNS = 256  # channels of a delta net's convolution that one program computes
-LARGEST_STATE = 1 << 15  # numbers of a head's state in a delta net, which a program holds in its registers
+COLUMNS, GROUPS = 512, 8  # channels of a delta net's convolution, and heads of its norm, that one program computes
 CHUNK = 4096  # entries of the vocabulary that one program of the sampler reads
 # Programs of attention that keep an H200 busy, over shared pages and over own ones: of 3 to 16 splits of own pages 8 were
 # fastest at 24 rows, of 1 to 6 3 at 64.
@@ -257,29 +257,34 @@ class TritonOps(TorchOps):
         return out_BHD.flatten(1)
 
     def mix(self, net: Any, x_BW: Tensor, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
-        """A delta net's projections in two products, its convolution, and the rest in one launch."""
+        """A delta net's projections in two products, its convolution, the rule, and its gated norm."""
         heads, groups, size, value = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
-        keys, values = triton.next_power_of_2(size), triton.next_power_of_2(value)
-        if keys * values > LARGEST_STATE or net.activation != "silu":
+        if net.activation != "silu":
             return super().mix(net, x_BW, windows_NWC, states_NGKV, slots_B)
         x_BW, conv, channels, rows = x_BW.contiguous(), net.conv1d, net.conv_dim, x_BW.shape[0]
-        ahead, width = launch_ahead(x_BW), window_size(net)
+        ahead, width, keys = launch_ahead(x_BW), window_size(net), triton.next_power_of_2(size)
         (parts, mixed, gates), (number_parts, beta, decay) = self.together(
             partial(_products, x_BW, (product_of(net.in_proj_qkv), product_of(net.in_proj_z))),
             partial(_products, x_BW, (product_of(net.in_proj_b), product_of(net.in_proj_a)), few_outputs(x_BW.shape[1])),
         )
-        columns_BC, out_BN = x_BW.new_empty(rows, channels), x_BW.new_empty(rows, groups * value)
+        columns_BC = x_BW.new_empty(rows, channels)
+        seen_BN, out_BN = x_BW.new_empty(2, rows, groups * value).unbind()
         convolve_next[(rows, triton.cdiv(channels, COLUMNS))](
             mixed, windows_NWC, conv.weight, conv.weight if conv.bias is None else conv.bias, slots_B, columns_BC, rows,
             mixed.shape[-1], channels,
             PARTS=parts, BIAS=conv.bias is not None, WIDTH=width, W=triton.next_power_of_2(width + 1), BLOCK=COLUMNS,
             **ahead,
         )  # fmt: skip
-        delta_next[(rows, groups)](
-            columns_BC, gates, beta, decay, states_NGKV, slots_B, net.A_log, net.dt_bias, net.norm.weight, out_BN, rows,
-            size**-0.5, net.norm.variance_epsilon,
-            PARTS=parts, NUMBER_PARTS=number_parts, HEADS=heads, SHARE=groups // heads, SIZE=size, VALUE=value, K=keys,
-            V=values, num_warps=max(1, min(16, keys * values // 4096)), **ahead,
+        narrow = min(32, triton.next_power_of_2(value))
+        delta_next[(rows, groups, triton.cdiv(value, narrow))](
+            columns_BC, beta, decay, states_NGKV, slots_B, net.A_log, net.dt_bias, seen_BN, rows, size**-0.5,
+            PARTS=number_parts, HEADS=heads, SHARE=groups // heads, SIZE=size, VALUE=value, K=keys, V=narrow,
+            num_warps=max(1, keys // 128), **ahead,
+        )  # fmt: skip
+        gated_norm_next[(rows, triton.cdiv(groups, GROUPS))](
+            seen_BN, gates, net.norm.weight, out_BN, rows, net.norm.variance_epsilon,
+            PARTS=parts, FROM=channels if parts else 0, WIDTH=gates.shape[-1], GROUPS=groups, VALUE=value, R=GROUPS,
+            V=triton.next_power_of_2(value), num_warps=4, **ahead,
         )  # fmt: skip
         return out_BN
 
