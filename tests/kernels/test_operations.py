@@ -27,7 +27,8 @@ from ..engines.test_decode_kernels import VOCAB, delta_net, make_rows
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOURCE = Path(sensorium.__file__).parent
 ONE_LAUNCH = "decode attend in one launch"  # bfloat16 on a GPU from Hopper on: tests/engines/test_row_attention.py
-DELTA = ("delta chunks", "delta step")  # flash-linear-attention's own kernels, on a GPU: tests/models/test_delta_net.py
+# flash-linear-attention's own kernels, on a GPU: tests/models/test_delta_net.py; and tests/kernels/test_delta_rule.py
+DELTA = ("delta chunks", "delta step", "delta decay")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -1,6 +1,7 @@
 """Gated delta nets whose states the caller holds: in pieces, padded, and as the stock layer, to the rounding of float64."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from sensorium.kernels import delta_rule
 from sensorium.kernels.first_use import fallbacks
+from sensorium.models import delta_net
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.delta_net import DeltaNet, DeltaState, DeltaTokens, advance, is_delta
 from sensorium.models.policy import Policy
@@ -152,6 +154,22 @@ def test_the_trial_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(delta_rule, "fla_chunks", detached)
     assert delta_rule.trial(*cpu) > delta_rule.BOUND
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_a_wrong_convolution_is_found_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the kernel runs in Triton's interpreter."""
+    from sensorium.kernels import delta_triton
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for span in (2, 4):
+        assert delta_net.trial(device, torch.float32, 80, 24, span) <= 1e-5
+    right = delta_triton.Convolve.apply
+    monkeypatch.setattr(delta_triton.Convolve, "apply", lambda *given: [x * 1.1 for x in right(*given)])
+    delta_net._usable.cache_clear()
+    with pytest.warns(UserWarning, match="convolution"):
+        assert not delta_net._usable(device, torch.float32, 80, 24, 4)
+    delta_net._usable.cache_clear()
 
 
 @pytest.mark.gpu

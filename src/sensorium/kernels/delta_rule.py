@@ -120,13 +120,13 @@ def mend_decay_gradient() -> None:
     refusing: Any = kernels.chunk_bwd_dqkwg
     kernels.IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
 
-    fast = import_module("sensorium.kernels.delta_triton").decay_gradient
+    own: Any = import_module("sensorium.kernels.delta_triton")
 
     def gradients(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, dh: Tensor, **rest: Any) -> tuple[Tensor, ...]:
         wide_q, wide_k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
         dq, dk, dw, _ = refusing(q=wide_q, k=wide_k, v=v, g=g, dh=dh, **rest)
         chunks = rest.get("chunk_size", 64), rest.get("cu_seqlens"), rest.get("chunk_indices")
-        dg, dq, dk = fast((q, dq), (k, dk), v, g, rest["h"], dh, rest.get("state_v_first", False), *chunks)
+        dg, dq, dk = own.decay_gradient((q, dq), (k, dk), v, g, rest["h"], dh, rest.get("state_v_first", False), *chunks)
         return dq, dk, dw, dg
 
     rule.chunk_bwd_dqkwg = gradients  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ OPERATIONS: dict[str, tuple[str, str]] = {
     "adamw": ("learner.optimizer:step_all", "learner.optimizer:KernelTables"),
     "delta chunks": ("kernels.delta_rule:torch_chunks", "kernels.delta_rule:fla_chunks"),
     "delta step": ("kernels.delta_rule:torch_step", "kernels.delta_rule:fla_step"),
+    "delta decay": ("kernels.delta_rule:decay_gradient", "kernels.delta_triton:decay_gradient"),
     "matched product": ("kernels.matched_ops:TorchMatched.product", "kernels.matched_ops:TritonMatched.product"),
     "matched attend": ("kernels.matched_ops:TorchMatched.attend", "kernels.matched_ops:TritonMatched.attend"),
 }
