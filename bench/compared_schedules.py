@@ -65,7 +65,7 @@ class Slow:
 
     instant = False
 
-    def __init__(self, turns: int = 4) -> None:
+    def __init__(self, *, store: Any = None, turns: int = 4) -> None:
         self.turns, self.turn = turns, 0
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:

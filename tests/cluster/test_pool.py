@@ -35,6 +35,25 @@ def test_healthy_calls_that_queue_for_longer_than_the_deadline_all_succeed() -> 
     assert counted.waited_most_s > 2.0 > counted.ran_most_s, "the wait for a place is longer than the deadline"
 
 
+def test_places_go_to_the_lowest_order_and_a_cancelled_wait_costs_none() -> None:
+    pool, ended = WorkerPool("test", size=1), []
+    gate = threading.Event()
+
+    async def many() -> None:
+        first = asyncio.create_task(pool.call(gate.wait, LONG_S))
+        orders = [(2, 0), (1, 1), (0, 5), (1, 0)]
+        later = [asyncio.create_task(pool.call(lambda o=o: ended.append(o), LONG_S, order=o)) for o in orders]  # type: ignore[misc]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        later[2].cancel()
+        gate.set()
+        await asyncio.gather(first, *later[:2], later[3])
+        await pool.call(lambda: ended.append(()), LONG_S)
+
+    asyncio.run(many())
+    assert ended == [(1, 0), (1, 1), (2, 0), ()]
+
+
 def test_threads_that_hang_are_replaced_until_too_many_do(forever: threading.Event) -> None:
     pool = WorkerPool("judge", size=2, most_hung=6)
 

@@ -138,6 +138,11 @@ def test_a_draw_of_another_size_than_what_was_read_ahead_begins_where_it_would_h
     assert isinstance(planner, MixturePlanner)
     assert asyncio.run(draw()) == [task.id for task in planner.stream.draw(0, 5).tasks]
     assert trainer.loader.state_dict() == {"planner": "mixture", "drawn": 5, "state": {"position": 5}}
+    draws = asyncio.run(trainer.loader.draw_each(3))
+    assert [draw.before["drawn"] for draw in draws] == [5, 6, 7]
+    for draw in draws[::-1]:  # each can be drawn again by itself, in any order
+        trainer.loader.load_state_dict(draw.before)
+        assert asyncio.run(trainer.loader.draw_each(1))[0].task == draw.task
     trainer.close()
 
 

@@ -15,6 +15,7 @@ from sensorium.assembly.workers import EnvironmentWorkers, RunWorkers, open_engi
 from sensorium.data.media_files import MediaLimits
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream, make_sources
+from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.pool import EnginePool
 from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
 from sensorium.envs.protocol import Environment
@@ -93,6 +94,18 @@ class Session:
             cast(InFlightEngine, self.engine).push_weights(self.policy, version)
         else:
             self.engine.update_weights(self.policy, version)
+
+    @property
+    def lockstep_waited_s(self) -> float:
+        """Seconds that requests waited for other episodes so far, because the engine is in lockstep."""
+        scheduler = getattr(self.engine, "scheduler", None)
+        return 0.0 if scheduler is None else scheduler.waited_s
+
+    def play_eagerly(self) -> None:
+        """Wait no longer for slow environments before every token. What is batched together then follows the clock."""
+        engine = cast(NativeEngine, self.engine)
+        engine.scheduler.lockstep = False
+        engine.capabilities = replace(engine.capabilities, deterministic=False, lockstep=False)
 
     def forget_played(self) -> None:
         """Let the engine drop all that it has cached."""

@@ -16,11 +16,13 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from inspect import isawaitable
+from itertools import count
 from typing import Any
 
 from sensorium.vocabulary.plain import attempt
@@ -152,7 +154,10 @@ class NoWorker(WorkerFailure):
 
 @dataclass
 class CallCounters:
-    """Since they were last taken: calls, overdue ones, seconds they ran and waited for a slot (sum and longest)."""
+    """Since they were last taken: calls, overdue ones, seconds they ran and waited for a slot (sum and longest).
+
+    ``lived_s`` are the seconds that the callers were there, waiting for other things included, as far as they say so.
+    """
 
     calls: int = 0
     overdue: int = 0
@@ -160,6 +165,7 @@ class CallCounters:
     ran_most_s: float = 0.0
     waited_s: float = 0.0
     waited_most_s: float = 0.0
+    lived_s: float = 0.0
 
     def add(self, waited_s: float, ran_s: float) -> None:
         """Count a call."""
@@ -181,7 +187,9 @@ class WorkerPool:
         self._left: list[Worker] = []
         self._started = 0
         self._lock = threading.Lock()
-        self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free_slots, self._arrivals = size, count()
+        self._waiting: list[tuple[Sequence[int], int, asyncio.Future[None]]] = []
 
     @property
     def hung(self) -> int:
@@ -214,16 +222,17 @@ class WorkerPool:
             self._left.append(worker)
         worker.stop()
 
-    async def call(self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None) -> Call:
+    async def call(
+        self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None, order: Sequence[int] = ()
+    ) -> Call:
         """The call once it has ended, with its value or error. CallOverdue and NoWorker if it has not.
 
-        It runs in ``worker`` where one is leased. If the wait is cancelled, the call goes on by itself.
+        It runs in ``worker`` where one is leased. If the wait is cancelled, the call goes on by itself. A slot goes to the
+        lowest ``order`` of those that wait for one, so that what began first ends first.
         """
         loop = asyncio.get_running_loop()
-        if self._gate is None or self._gate[0] is not loop:
-            self._gate = (loop, asyncio.Semaphore(self.size))
         asked = time.monotonic()
-        async with self._gate[1]:
+        async with self._slot(loop, order):
             waited_s = time.monotonic() - asked
             lent = worker if worker is not None else self.lease()
             call = lent.submit(function, deadline_s)
@@ -244,6 +253,34 @@ class WorkerPool:
             finally:
                 self._count(call, lent, worker, waited_s)
             return self._outcome(call)
+
+    @asynccontextmanager
+    async def _slot(self, loop: asyncio.AbstractEventLoop, order: Sequence[int]) -> AsyncIterator[None]:
+        if self._loop is not loop:
+            self._loop, self._free_slots, self._waiting = loop, self.size, []
+        if self._free_slots:
+            self._free_slots -= 1
+        else:
+            turn: asyncio.Future[None] = loop.create_future()
+            heappush(self._waiting, (order, next(self._arrivals), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_slot()
+                raise
+        try:
+            yield
+        finally:
+            self._pass_slot()
+
+    def _pass_slot(self) -> None:
+        while self._waiting:
+            turn = heappop(self._waiting)[-1]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free_slots += 1
 
     def call_now(self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None) -> Call:
         """``call`` for callers without an event loop: blocks, and needs no slot."""

@@ -10,6 +10,7 @@ engine.close()                                    processes and memory are relea
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -152,6 +153,9 @@ class InFlightEngine(Protocol):
 
     def push_weights(self, source: WeightSource, version: int) -> None:
         """Sample with these weights now. Open responses go on with them, and their ``versions`` say from which token."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Sample nothing inside, though requests may come. Only engines without ``own_weights`` need it."""
 
 
 class Engine(Protocol):

@@ -9,7 +9,9 @@ A request that fails fails alone; one whose wait is cancelled leaves the batch a
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from sensorium.engines.protocol import LiveEpisodes, Request, Response
 from sensorium.vocabulary.errors import EngineError, EngineLost
@@ -40,11 +42,13 @@ Tick = Callable[[Sequence[Job]], Awaitable[int]]
 class TickScheduler:
     """Calls ``tick`` as long as any request is open; any number of rollouts may ask at once.
 
-    ``patience_s`` bounds how long a lockstep tick waits for an episode that neither asks nor leaves.
+    ``patience_s`` bounds how long a lockstep tick waits for an episode that neither asks nor leaves. ``waited_s`` are the
+    seconds that requests waited so, all in all.
     """
 
     def __init__(self, tick: Tick, *, lockstep: bool, patience_s: float) -> None:
-        self._tick_once, self._lockstep, self._patience_s = tick, lockstep, patience_s
+        self._tick_once, self.lockstep, self._patience_s = tick, lockstep, patience_s
+        self.waited_s = 0.0
         self._rollouts: set[LiveEpisodes] = set()
         self._open: dict[str, Job] = {}
         self._waiting: list[Job] = []
@@ -52,6 +56,7 @@ class TickScheduler:
         self._pump: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._events = 0
+        self._resumed: asyncio.Event | None = None
 
     async def generate(self, request: Request, episodes: LiveEpisodes | None) -> Response:
         """Write one response. Cancelling the wait withdraws the request."""
@@ -80,6 +85,16 @@ class TickScheduler:
         if self._open:
             raise EngineError(f"the weights changed while {len(self._open)} responses were open; finish the rollout first.")
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No tick begins inside; others may ask."""
+        self._resumed = asyncio.Event()
+        try:
+            yield
+        finally:
+            self._resumed.set()
+            self._resumed = None
+
     def _happened(self) -> None:
         self._events += 1
         self._news.set()
@@ -93,12 +108,14 @@ class TickScheduler:
         seen = -1
         try:
             while self._open:
-                if self._lockstep and seen != self._events:
+                if self.lockstep and seen != self._events:
                     await self._all_wait()
                     if self._any_cancelled():
                         continue  # those that were cancelled leave before the others go on
                     seen = self._events
-                if self._open:
+                if self._resumed is not None:
+                    await self._resumed.wait()
+                elif self._open:
                     await self._tick()
                 await asyncio.sleep(0)
         except Exception as error:
@@ -126,7 +143,7 @@ class TickScheduler:
                 quiet = quiet + 1 if seen == self._events else 0
                 seen = self._events
                 continue
-            quiet = 0
+            quiet, began = 0, time.perf_counter()
             self._news.clear()
             try:
                 await asyncio.wait_for(self._news.wait(), self._patience_s)
@@ -136,6 +153,8 @@ class TickScheduler:
                     "neither asked for a response nor ended; give their environments shorter deadlines, or set "
                     "rollout.schedule: eager."
                 ) from None
+            finally:
+                self.waited_s += time.perf_counter() - began
 
     async def _tick(self) -> None:
         """One tick; answered requests are closed. Others may ask while it is under way."""

@@ -413,7 +413,8 @@ def _determinism(recipe: Recipe) -> tuple[bool, str]:
         summed = "flash attention's backward pass, and cuDNN's, sums gradients in no fixed order on a GPU"
         return False, f"in order of work, not in last bits: {summed}; on CPU it repeats bit for bit"
     if foreign := _foreign_environments(recipe):
-        return False, f"on CPU, if {foreign} repeats, which is not known here: sensorium validate plays it twice to see"
+        known = "repeats, which is not known here (sensorium validate plays it twice to see), and is not slow"
+        return False, f"on CPU, if {foreign} {known}"
     return True, "yes: on CPU the run, and a resumed run, repeats bit for bit"
 
 

@@ -228,8 +228,9 @@ class LiveEnvironment:
         deadlines: Deadlines,
         episode: str,
         wary: bool = False,
+        order: Sequence[int] = (),
     ) -> None:
-        self._wary = wary
+        self._wary, self._order = wary, order
         self._pool, self._make, self._task, self._deadline_s = pool, make, task, deadline_s
         self._deadlines, self._episode = deadlines, episode
         self._environment: Environment | None = None
@@ -318,7 +319,7 @@ class LiveEnvironment:
 
     async def _in_thread(self, what: str, place: int, function: Callable[[], Any]) -> Any:
         try:
-            call = await self._pool.call(function, self._deadline_s, self._worker)
+            call = await self._pool.call(function, self._deadline_s, self._worker, self._order)
         except WorkerFailure as error:
             self._given_up = True
             self._release()

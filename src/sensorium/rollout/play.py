@@ -7,6 +7,7 @@ recipe alone; deadlines that fired are kept in ``Deadlines`` so that a resumed r
 """
 
 import asyncio
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -318,6 +319,7 @@ class Rollout:
             nonlocal done
             async with gate:
                 live.enter()
+                began = time.perf_counter()
                 try:
                     episodes[play.id] = episode = await play.episode(live)
                     if stop is not None:
@@ -327,6 +329,8 @@ class Rollout:
                     return episode
                 finally:
                     live.leave()
+                    if play.task.environment is not None:
+                        self.pool.counters.lived_s += time.perf_counter() - began
                     if stop is not None and not self.engine.capabilities.lockstep:
                         stop.between_ticks()  # there are no ticks to wait for
                     done += 1
@@ -407,6 +411,7 @@ class _Play:
         occasion = f"@{attempt.occasion}" if attempt.occasion else ""
         self.group_id = f"{attempt.prefix}{occasion}/{attempt.step}/{order[0]}/{task.id}"
         self.id = f"{self.group_id}/{order[1]}"
+        self.place = attempt.first + order[0], order[1]  # among all that are played: those before it are served first
         self.turns: list[Turn] = []
         self.info: dict[str, Any] = {}
         self.builder: ThreadBuilder | None = None
@@ -477,7 +482,8 @@ class _Play:
     def live_environment(self) -> LiveEnvironment:
         rollout = self.rollout
         deadline_s = self.section.environment_deadline_s
-        return LiveEnvironment(rollout.pool, rollout.make_environment, self.task, deadline_s, self.deadlines, self.id)
+        given = rollout.pool, rollout.make_environment, self.task, deadline_s, self.deadlines, self.id
+        return LiveEnvironment(*given, order=self.place)
 
     async def run(self) -> tuple[Status, str]:
         """The loop: observe, respond, step."""
@@ -550,8 +556,7 @@ class _Play:
             sampling = replace(sampling, max_new_tokens=budget)
         attempt = self.attempt
         key = response_key(attempt.seed, attempt.step, f"{attempt.prefix}:{self.task.id}", self.number, turn)
-        order = (attempt.first + self.order[0], self.order[1], turn)
-        request = Request(thread, context, sampling, order, key, f"{self.id}/{turn}")
+        request = Request(thread, context, sampling, (*self.place, turn), key, f"{self.id}/{turn}")
         return await self.rollout.engine.generate(request, self.live)
 
     def record(

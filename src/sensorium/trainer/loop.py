@@ -38,6 +38,7 @@ from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.credit import credit
 from sensorium.trainer.health.facts import Evidence, unanswered
 from sensorium.trainer.health.monitor import Health, refuse_ruined
+from sensorium.trainer.health.rules import SLOW_CALL_S
 from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.health.start_checks import has_demonstration
 from sensorium.trainer.schedules import RUN_ENDED, Schedule, make_schedule
@@ -51,6 +52,7 @@ from sensorium.vocabulary.task import Task
 NOTED_COMPILING_S = 5.0
 ACCURACY = "eval/accuracy"
 DEMONSTRATIONS_LOOKED_AT = 8
+SLOW_SHARE = 0.15  # of the first rollout that is spent waiting for environments
 
 
 class Trainer:
@@ -82,7 +84,7 @@ class Trainer:
         self.layout = resolve("layout", logging.layout)(directory, directory.path) if logging.layout else None
         self.step, self._phase = 0, "starts"
         self.best: Best | None = None
-        self._noted_no_best = False
+        self._noted_no_best = self.eager = False
         self._demonstrations: tuple[int, int, int] | None = None
         self.saved_at = self.sound_at = -1
         self.last_saving_s = 0.0
@@ -155,7 +157,7 @@ class Trainer:
 
     async def _step(self) -> tuple[dict[str, float], Evidence]:
         """One step of RL; returns its row of metrics, and the evidence for its health."""
-        clock = Clock(self.session, self._announce)
+        clock, waited_s = Clock(self.session, self._announce), self.session.lockstep_waited_s
         recipe, step = self.recipe, self.step + 1
         collected = await self.schedule.collect(step, clock)
         episodes = [episode for group in collected.played for episode in group.episodes]
@@ -184,12 +186,29 @@ class Trainer:
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         row |= self.schedule.take_waits(row["time/step_s"])
+        if self.step == recipe.warm_start.steps:
+            self._play_eagerly_if_slow(row, self.session.lockstep_waited_s - waited_s)
         return row, Evidence(
             groups,
             collected.fates,
             unanswered(self.session.scorer, groups),
             given_up(),
             await self._unrewarded_demonstrations(groups),
+        )
+
+    def _play_eagerly_if_slow(self, row: dict[str, float], waited_s: float) -> None:
+        """After the first step of RL: ``rollout.schedule: auto`` is eager from here on if environments are slow."""
+        if self.recipe.rollout.schedule != "auto" or not self.session.engine.capabilities.lockstep:
+            return
+        calls_s, rollout_s = row.get("time/environment_mean_s", 0.0), row["time/rollout_s"]
+        if calls_s < SLOW_CALL_S or waited_s < SLOW_SHARE * rollout_s:
+            return
+        self.eager = True
+        self.session.play_eagerly()
+        self.watcher.noted(
+            f"environments are slow ({calls_s:.2g} s a call): in lockstep others waited for them in {waited_s:.2g} of "
+            f"{rollout_s:.2g} s, so rollout.schedule: auto is eager from here on, also when the run is resumed. What "
+            "follows does not repeat bit for bit; rollout.schedule: lockstep would, and wait."
         )
 
     async def _unrewarded_demonstrations(self, groups: Sequence[Group]) -> tuple[int, int, int]:
@@ -369,6 +388,7 @@ class Trainer:
             **self.schedule.state_dict(),
             "best": None if self.best is None else self.best.plain(),
             "sound_at": self.sound_at,
+            "eager": self.eager,
             "random": random_state(),
             "surroundings": surroundings(),
         }
@@ -393,6 +413,10 @@ class Trainer:
         self.sound_at = state["sound_at"]
         self.learner.load(self.checkpoints.path(self.step))
         self._forget_played()
+        if state.get("eager") and self.recipe.rollout.schedule == "auto" and self.session.engine.capabilities.lockstep:
+            self.eager = True
+            self.session.play_eagerly()
+            self.watcher.noted("environments were slow in the first step, so rollout.schedule: auto is eager, as before.")
         restore_random_state(state["random"])
         self.directory.drop_after(self.step)
         self.health.restore(self.step)

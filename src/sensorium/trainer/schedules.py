@@ -12,14 +12,16 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from sensorium.assembly.session import sampling_of
 from sensorium.data.mixture import SkippedRow
+from sensorium.engines.protocol import InFlightEngine
 from sensorium.recipe.schema import Recipe
 from sensorium.rewards.scorer import GroupScoring
 from sensorium.rollout.play import Attempt, Deadlines
@@ -111,9 +113,7 @@ class AsynchronousSchedule:
                 f"'{recipe.rollout.engine.name}' cannot. Use rollout.engine: process, vllm or native."
             )
         threads = torch.get_num_threads()
-        # An engine that samples with the learner's own weights must pause while these change.
-        beside = engine.capabilities.own_weights
-        self._thread = ThreadPoolExecutor(1, "update", lambda: torch.set_num_threads(threads)) if beside else None
+        self._thread = ThreadPoolExecutor(1, "update", lambda: torch.set_num_threads(threads))
         self._staleness = recipe.schedule.max_staleness
         self._wanted = recipe.batch.prompts_per_step
         self._size = recipe.batch.group_size
@@ -167,13 +167,16 @@ class AsynchronousSchedule:
         return {}
 
     async def compute(self, work: Callable[[], Result]) -> Result:
-        """Run what the learner does: beside the engine if that has weights of its own."""
-        if self._thread is None:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Run what the learner does, beside environments and scoring; and beside the engine if it has weights of its own.
+
+        An engine that samples with the learner's weights takes turns with it, so that neither slows the other down.
+        """
+        engine = self.session.engine
+        with nullcontext() if engine.capabilities.own_weights else cast(InFlightEngine, engine).paused():
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def beside_scoring(self, update: Callable[[], Result]) -> Result:
-        """Run a step's update, with groups played beside it where the engine has weights of its own."""
+        """Run a step's update; groups are played beside it as far as ``compute`` allows."""
         result = await self.compute(update)
         self._updates += 1
         self._updating = False
@@ -203,8 +206,7 @@ class AsynchronousSchedule:
         return None
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
         """Where drawing continues, and the open groups, which a resumed run plays first."""

@@ -24,6 +24,12 @@ HEALTHY = {
     "mismatch/kl": 1e-10,
     "tasks/skipped_bad": 0,
 }
+SLOW = {
+    "time/step_s": 9.0,
+    "wait/learner_for_episodes_s": 7.0,
+    "time/environment_mean_s": 0.6,
+    "time/environments_busy": 0.7,
+}
 NOTHING = HEALTHY | {"reward/mean": 0.0, "reward/exact": 0.0, "accuracy": 0.0, "groups/zero_variance": 4}
 
 
@@ -189,7 +195,28 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         facts(HEALTHY, given_up=("Triton is not installed.", "a kernel\nfailed")),
         "given up, so the run is slower than it could be: Triton is not installed; a kernel failed",
     ),
+    "slow_phase": (facts(HEALTHY | SLOW), "environments (0.6 s a call, 70 % busy) took most of 9.0 s"),
 }
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections", "way_out"),
+    [
+        ({}, {}, "schedule: asynchronous"),
+        ({}, {"rollout": {"schedule": "lockstep"}}, "rollout.schedule: eager"),
+        ({"time/environment_wait_max_s": 5.0}, {}, "rollout.environment_calls"),
+        ({}, {"schedule": "asynchronous"}, "schedule.max_staleness"),
+        ({"wait/learner_for_scores_s": 6.0}, {}, "one_step_off"),
+    ],
+)
+def test_what_limits_a_run_is_named_with_the_key_to_set(
+    changes: dict[str, float], sections: dict[str, Any], way_out: str
+) -> None:
+    if "schedule" in sections:
+        sections = sections | {"algorithm": {"correction": {"weights": "token"}}}
+    (finding,) = examine(facts(HEALTHY | SLOW | changes, sections=sections))
+    assert finding.rule == "slow_phase"
+    assert way_out in finding.advice
 
 
 def test_every_rule_has_a_case_here_and_says_what_it_is() -> None:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import isnan
 from typing import Any, Unpack
 
@@ -61,7 +62,7 @@ class NativeEngine:
             self._writer = StockWriter(policy, **stock_options(given, options))
         else:
             self._writer = (PagedWriter if paged else Writer)(policy, **given)
-        self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
+        self.scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
 
     @property
     def version(self) -> int:
@@ -87,7 +88,7 @@ class NativeEngine:
 
     async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
         """Write one response. Cancelling the wait withdraws the request."""
-        return await self._scheduler.generate(request, episodes)
+        return await self.scheduler.generate(request, episodes)
 
     def written_so_far(self, thread: str) -> tuple[Sequence[int], Sequence[float]]:
         """Between ticks: the tokens of a response that is being written, and their log-probs."""
@@ -101,7 +102,7 @@ class NativeEngine:
         """New weights are in place, for they are the policy's: drop keys, values and features of the old ones."""
         if source is not self._policy:
             raise EngineError("the native engine samples with the policy it was made of; it takes no other weights.")
-        self._scheduler.refuse_open()
+        self.scheduler.refuse_open()
         self._writer.forget(version)
 
     def push_weights(self, source: WeightSource, version: int) -> None:
@@ -110,9 +111,13 @@ class NativeEngine:
             raise EngineError("the native engine samples with the policy it was made of; it takes no other weights.")
         self._writer.change_weights(version)
 
+    def paused(self) -> AbstractContextManager[None]:
+        """No token is sampled inside: the policy is trained. Requests wait."""
+        return self.scheduler.paused()
+
     def reset_cache(self) -> None:
         """Drop all keys, values and features."""
-        self._scheduler.refuse_open()
+        self.scheduler.refuse_open()
         self._writer.forget(self._writer.version)
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class ProcessEngine:
             self._writer = stock_options(self._writer, options)
         self._start_s, self._reply_s = start_s, reply_s
         self._host: ProcessHost = ThisMachine() if host is None else host
-        self._scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
+        self.scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
         self._process: HostedProcess | None = None
         self._channel: Channel | None = None
         self._asking = threading.Lock()
@@ -101,7 +101,7 @@ class ProcessEngine:
 
     async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
         """Write one response. Cancelling the wait withdraws the request."""
-        return await self._scheduler.generate(request, episodes)
+        return await self.scheduler.generate(request, episodes)
 
     def release(self, thread: str) -> None:
         """The thread will not be continued; the next tick passes it on to the child."""
@@ -109,7 +109,7 @@ class ProcessEngine:
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Send the weights that may have changed since the last time, in a file that is deleted afterwards."""
-        self._scheduler.refuse_open()
+        self.scheduler.refuse_open()
         self._send(source, version, in_flight=False)
         self._forget()
 
@@ -119,7 +119,7 @@ class ProcessEngine:
 
     def reset_cache(self) -> None:
         """Keep nothing of earlier rollouts."""
-        self._scheduler.refuse_open()
+        self.scheduler.refuse_open()
         self._ask({"do": "reset"})
         self._forget()
 

@@ -21,7 +21,7 @@ FIRST_REMINDER = 10
 CLEAR_STEPS = 5  # steps without a finding after which it is over; one that comes and goes is reported once
 BY_SIGHT_CHECK = frozenset({"blind"})  # findings that only a sight check can make or end
 DAMAGING = frozenset({"sudden_loss", "learning_rate"})  # findings after which an earlier checkpoint is to be preferred
-NO_CAUSE = frozenset({"lost_processes", "slower_computing"})  # findings that do not explain why nothing was trained
+NO_CAUSE = frozenset({"lost_processes", "slower_computing", "slow_phase"})  # none explains why nothing was trained
 
 
 def refuse_ruined(learner: RunLearner, step: int, complete: Callable[[], Sequence[int]]) -> None:

@@ -36,6 +36,7 @@ ROUNDING = 1e-5  # largest difference of log-probs, by the logits' scale (at lea
 LARGEST_KL = 2e-2  # largest KL of engine and learner that bfloat16 or a GPU's kernels explain
 BLANKED = {"picture": "pictures blanked", "video": "videos blanked", "sound": "sound muted"}
 FAILED_SHARE = 0.1
+LONG_STEP_S, SLOW_CALL_S, SLOW_BUSY_SHARE = 1.0, 0.05, 0.5  # below them no phase counts as slow
 IN_A_ROW = 3  # steps without reward or variance before a warning: a single step of few prompts may be chance
 FEWEST = 4  # episodes that a claim about all of them must rest on
 # Terms, by part, that lower the reward of responses they are to prevent, and their value for all other responses.
@@ -555,6 +556,33 @@ def slower_computing(facts: StepFacts) -> Finding | None:
     return Finding("slower_computing", what, "; ".join(reasons), advice)
 
 
+def slow_phase(facts: StepFacts) -> Finding | None:
+    """For more than half of a step, engine and learner waited for environments or for scores."""
+    row, rollout, schedule = facts.row, facts.recipe.rollout, facts.recipe.schedule.name
+    half = max(LONG_STEP_S, row.get("time/step_s", 0.0)) / 2
+    scores_s, episodes_s = row.get("wait/learner_for_scores_s", 0.0), row.get("wait/learner_for_episodes_s", 0.0)
+    if scores_s > half:
+        advice = "Score in parallel (judges, cluster.rewards), or beside the update: schedule: one_step_off or asynchronous"
+        return Finding("slow_phase", f"scores took {scores_s:.1f} of {2 * half:.1f} s", "the reward terms are slow", advice)
+    call_s, busy = row.get("time/environment_mean_s", 0.0), row.get("time/environments_busy", 0.0)
+    if episodes_s <= half or call_s < SLOW_CALL_S:
+        return None
+    queue_s = row.get("time/environment_wait_max_s", 0.0)
+    if rollout.schedule == "lockstep":
+        cause, advice = "in lockstep all wait for the slowest of them", "Set rollout.schedule: eager (or auto)"
+    elif queue_s > call_s:
+        cause = f"calls waited up to {queue_s:.1f} s for one of {rollout.environment_calls} places"
+        advice = "Raise rollout.environment_calls, if the environments bear it"
+    elif busy < SLOW_BUSY_SHARE:
+        return None
+    elif schedule == "asynchronous":
+        cause, advice = "as many groups were played as may be", "Raise schedule.max_staleness or batch.group_size"
+    else:
+        cause, advice = "a step ends with its slowest episodes", "Set schedule: asynchronous, which plays on meanwhile"
+    what = f"environments ({call_s:.2g} s a call, {100 * busy:.0f} % busy) took most of {2 * half:.1f} s"
+    return Finding("slow_phase", what, cause, advice)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule and the rules it hides: where no answer was found, "every reward was 0" is needless."""
@@ -595,6 +623,7 @@ RULES = (
     Rule(blind),
     Rule(lost_processes),
     Rule(slower_computing),
+    Rule(slow_phase),
 )
 
 
