@@ -447,7 +447,7 @@ class SelfCheck:
         assert general is not None, "the check is of the general path"
         self._general: General = general
         self._model = policy.model
-        self._chat = ChatProcessor(
+        self.chat = ChatProcessor(
             chat.family, chat.media_format, chat.tokenizer, chat.processor, MediaStore(),
             vocab_size=chat.vocab_size, end_ids=chat.stop_ids,
         )  # fmt: skip
@@ -458,7 +458,7 @@ class SelfCheck:
 
     def run(self) -> None:
         """Raises ModelError where the model cannot be trained; sets how rows may be computed together."""
-        media_format = self._chat.media_format
+        media_format = self.chat.media_format
         media_format.company = "alone"  # type: ignore[attr-defined]
         try:
             with torch.no_grad(), self._naming():
@@ -469,7 +469,7 @@ class SelfCheck:
                 media_format.company = self._company(kinds)  # type: ignore[attr-defined]
                 self._train_mode(kinds)
         finally:
-            self._chat.decoder.close()
+            self.chat.decoder.close()
 
     # The parts of the check.
 
@@ -498,7 +498,7 @@ class SelfCheck:
             other = self._row(self._turn(kind, 0, another=True))
             if not bool((self._full(other) - logits).abs().max() > 0):
                 self.notes.append(f"another {kind} of the same size changes no log-prob: is its projector trained?")
-        if self._chat.one_turn:
+        if self.chat.one_turn:
             self.notes.append(
                 "its prompt attends both ways, so that a thread holds one turn: a second would change the first"
             )
@@ -528,22 +528,22 @@ class SelfCheck:
         """Compare the tokens of a prompt with those that the checkpoint's own processor gives for the whole of it."""
         from sensorium.models.rendering import TEMPLATE_KINDS
 
-        owner = self._chat.owner
+        owner = self.chat.owner
         content: Any = [*([{"type": TEMPLATE_KINDS[kind]}] if kind else []), {"type": "text", "text": QUESTION}]
         messages = [{"role": "user", "content": content if self._kinds else QUESTION}]
         text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if kind is None:
-            ids = self._chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            media = [self._chat.decoder.get(span.media) for span in prompt.media]
+            media = [self.chat.decoder.get(span.media) for span in prompt.media]
             media = [getattr(decoded, "samples", decoded) for decoded in media]
-            ids = self._chat.media_format.stock[kind].tokens(text, media)  # type: ignore[attr-defined]
-        ours = self._chat.layout(prompt).ids_T.tolist()
+            ids = self.chat.media_format.stock[kind].tokens(text, media)  # type: ignore[attr-defined]
+        ours = self.chat.layout(prompt).ids_T.tolist()
         if ours != ids:
             place = next(
                 (i for i, pair in enumerate(zip(ours, ids, strict=False)) if pair[0] != pair[1]), min(len(ours), len(ids))
             )
-            shown = [self._chat.tokenizer.decode(several[place : place + 3]) for several in (ours, ids)]
+            shown = [self.chat.tokenizer.decode(several[place : place + 3]) for several in (ours, ids)]
             self.notes.append(
                 f"a prompt is tokenized otherwise than by its own processor from token {place} on: {shown[0]!r} instead of "
                 f"{shown[1]!r}"
@@ -608,16 +608,17 @@ class SelfCheck:
 
     def _turn(self, kind: MediaKind | None, size: int, *, another: bool = False) -> list[Segment]:
         """A prompt and its answer; without a medium, a longer prompt for a larger ``size``."""
-        content: list[Media | Text] = [self._medium(kind, size, another)] if kind else [Text(QUESTION)] * size
+        content: list[Media | Text] = [self.medium(kind, size, another)] if kind else [Text(QUESTION)] * size
         content.append(Text(QUESTION))
-        return [self._chat.render([Message("user", tuple(content))]), self._chat.respond(ANSWERS[0], f"answer-{size}")]
+        return [self.chat.render([Message("user", tuple(content))]), self.chat.respond(ANSWERS[0], f"answer-{size}")]
 
     def _more(self, kind: MediaKind | None, before: Sequence[Segment], size: int) -> list[Segment]:
-        content: list[Media | Text] = [*([self._medium(kind, size, True)] if kind else []), Text("And this?")]
-        answer = self._chat.respond(ANSWERS[1], "answer-2")
-        return [self._chat.extend([Message("user", tuple(content))], after=before[-1]), answer]
+        content: list[Media | Text] = [*([self.medium(kind, size, True)] if kind else []), Text("And this?")]
+        answer = self.chat.respond(ANSWERS[1], "answer-2")
+        return [self.chat.extend([Message("user", tuple(content))], after=before[-1]), answer]
 
-    def _medium(self, kind: MediaKind, size: int, another: bool) -> Media:
+    def medium(self, kind: MediaKind, size: int, another: bool = False) -> Media:
+        """A small medium in the store of ``chat``."""
         import numpy as np
         from PIL import Image
 
@@ -626,21 +627,21 @@ class SelfCheck:
 
         first, second = MORE_SIZES[kind][size]
         if kind == "sound":
-            rate = self._chat.media_format.stock[kind].rate  # type: ignore[attr-defined]
+            rate = self.chat.media_format.stock[kind].rate  # type: ignore[attr-defined]
             times = np.arange(round(rate * first)) / rate
             samples = np.sin(2 * np.pi * (660 if another else 440) * times) / 2
-            return self._chat.store.put(encode_wav(samples, rate), "sound", "check.wav", AudioParameters(sample_rate=rate))
+            return self.chat.store.put(encode_wav(samples, rate), "sound", "check.wav", AudioParameters(sample_rate=rate))
         across, down = np.meshgrid(np.linspace(0, 1, int(first)), np.linspace(0, 1, int(second)))
         levels = np.stack([across, down, (across + down) % 1], axis=2)
         data = io.BytesIO()
         Image.fromarray(((1 - levels if another else levels) * 255).astype("uint8")).save(data, "PNG")
-        return self._chat.store.put(data.getvalue(), "picture", "check.png")
+        return self.chat.store.put(data.getvalue(), "picture", "check.png")
 
     def _row(self, segments: Sequence[Segment]) -> StockRow:
-        return self._general.row(self._chat, segments)
+        return self._general.row(self.chat, segments)
 
     def _inputs(self, rows: Sequence[StockRow], side: Any) -> dict[str, Tensor]:
-        return self._general.inputs(self._chat, rows, side)
+        return self._general.inputs(self.chat, rows, side)
 
     def _full(self, row: StockRow) -> Tensor:
         """Log-probs [T, V] of a row by one forward."""

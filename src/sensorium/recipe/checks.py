@@ -72,9 +72,8 @@ STATES_APART = (
 )
 GENERAL_ALONE = (
     "the general path (checkpoints of families without an adapter, model.family: general) computes whole rows by the "
-    "model's own forward, in one process. It has no learner ranks, matched precision, router loss or replay, "
-    "and samples with the engines native and process. Use cluster.learners: 1 and one of these (rollout.engine), or "
-    "a checkpoint of a family that docs/guides/families.md names."
+    "model's own forward, in one process. It has no learner ranks, matched precision, router loss or replay. Use "
+    "cluster.learners: 1, or a checkpoint of a family that docs/guides/families.md names."
 )
 ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 NO_ROUTES = (
@@ -172,7 +171,7 @@ def general_note(recipe: Recipe) -> str:
     algorithm, model, cluster = recipe.algorithm, recipe.model, recipe.cluster
     experts = algorithm.router_coef or algorithm.router_replay
     others = cluster.shared or experts or model.precision == "matched"
-    if others or recipe.rollout.engine.name == "vllm":
+    if others:
         raise RecipeError(GENERAL_ALONE)
     size = recipe.batch.group_size
     return (

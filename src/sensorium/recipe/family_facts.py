@@ -58,10 +58,10 @@ class FamilyFacts:
     ``unloaded``: patterns of published weights that are left out on purpose. ``names``: what published names contain.
     ``requires``: a package it cannot do without, and why. ``vllm``: its log-probs from vLLM were held to the native
     engine's, so that engine may sample it. ``turned_experts``: published experts have their last two axes the other way
-    round. ``query_bias``, ``query_norm``: whether queries and keys (and values) of its own language model have biases, or
-    norms; ``query_gate``: its queries come with a gate of the same size. ``sandwich``: norms stand before and after
-    attention and MLP, whose gate and up are one layer. ``light_tower``: the blocks of its vision tower are functions that
-    keep little for the backward pass (``models/tower.py``).
+    round. ``renamed``: transformers renames its published weights. ``query_bias``, ``query_norm``: whether queries and keys
+    (and values) of its own language model have biases, or norms; ``query_gate``: its queries come with a gate of the same
+    size. ``sandwich``: norms stand before and after attention and MLP, whose gate and up are one layer. ``light_tower``:
+    the blocks of its vision tower are functions that keep little for the backward pass (``models/tower.py``).
     ``stands_in``: ``sensorium validate`` takes its tiny model in place of a checkpoint that is not on this machine and
     whose name tells no family.
     """
@@ -90,6 +90,7 @@ class FamilyFacts:
     requires: tuple[str, str] | None = None
     vllm: bool = False
     turned_experts: bool = False
+    renamed: bool = False
     query_bias: bool = False
     query_norm: bool = False
     query_gate: bool = False

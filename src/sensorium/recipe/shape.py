@@ -297,12 +297,29 @@ def on_general_path(section: ModelSection) -> bool:
     """Whether a model is computed by the general path: asked for, or of a family without an adapter; False if not known."""
     if section.family != "auto" or is_ours(section.path):
         return section.family == family_facts.GENERAL
-    folder = _folder(section.path, section.revision)
     try:
-        config = json.loads((folder / "config.json").read_text()) if folder is not None else {}
+        config = _config(section)
         return bool(config) and _family(config) not in table("family")
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # refused where it is read
+    except (ValueError, TypeError, AttributeError, RecursionError):  # refused where it is read
         return False
+
+
+def stated_architectures(section: ModelSection) -> list[str]:
+    """The classes of transformers that a model's config.json names; none if that is not known."""
+    try:
+        return [str(name) for name in _config(section).get("architectures") or ()]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def _config(section: ModelSection) -> dict[str, Any]:
+    """The config.json of a model that is on this disk; else empty."""
+    folder = None if is_ours(section.path) else _folder(section.path, section.revision)
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text()) if folder is not None else {}
+    except OSError:
+        return {}
+    return config
 
 
 def read_shape(

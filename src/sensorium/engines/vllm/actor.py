@@ -34,9 +34,11 @@ from sensorium.vocabulary.errors import EngineError, EngineLost
 
 PATCHES = {"pixel_values": 0, "pixel_values_videos": 0, "input_audio_features": 1}
 """Numbers for towers, and along which axis those of several media are joined."""
+WHOLE = "input_features"  # numbers for a tower, one row for each medium
+DECODED = "decoded"  # pixels or samples, which vLLM's own processor makes inputs of
 
 
-def engine_input(message: Mapping[str, Any]) -> Any:
+def engine_input(message: Mapping[str, Any], processor: Callable[[], Any]) -> Any:
     """vLLM's input of a request: expanded ids, and for each medium its tensors (None: sent before), hash and range."""
     from safetensors.torch import load_file
     from vllm.inputs import mm_input, tokens_input
@@ -53,24 +55,56 @@ def engine_input(message: Mapping[str, Any]) -> Any:
         modality = medium["modality"]
         fields = None if medium["fields"] is None else {name: stored[f"{i}.{name}"] for name in medium["fields"]}
         mask = None if medium["mask"] is None else torch.tensor(medium["mask"])
-        items.setdefault(modality, []).append(None if fields is None else _item(modality, fields))
+        if fields is not None and DECODED in fields:
+            item = _processed(processor(), medium, ids, fields[DECODED])
+        else:
+            item = None if fields is None else _item(modality, fields)
+        items.setdefault(modality, []).append(item)
         hashes.setdefault(modality, []).append(medium["key"])
         ranges.setdefault(modality, []).append(PlaceholderRange(medium["start"], medium["length"], mask))
     return mm_input(ids, items, hashes, ranges)
 
 
 def _item(modality: str, fields: Mapping[str, Tensor]) -> Any:
-    """One medium in vLLM's form: patches and mel frames are flat, all else is one row for each and stays on the CPU."""
+    """One medium in vLLM's form: patches and mel frames are flat, all else is one row for each and mostly on the CPU."""
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     config = {
         name: MultiModalFieldConfig.flat_from_sizes(modality, torch.tensor([tensor.shape[PATCHES[name]]]), PATCHES[name])
         if name in PATCHES
-        else MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
+        else MultiModalFieldConfig.batched(modality, keep_on_cpu=name != WHOLE)
         for name, tensor in fields.items()
     }
     return MultiModalKwargsItems.from_hf_inputs(BatchFeature(dict(fields)), config)[modality][0]
+
+
+def _processed(processor: Any, medium: Mapping[str, Any], ids: Sequence[int], decoded: Tensor) -> Any:
+    """One medium as vLLM's own processor makes it, where it writes the tokens that the prompt has for it."""
+    from PIL import Image
+
+    modality, numbers = medium["modality"], decoded.numpy()
+    shown = Image.fromarray(numbers) if modality == "image" else numbers
+    made = processor([medium["placeholder"]], processor.info.parse_mm_data({modality: [shown]}))
+    (own,) = made["mm_placeholders"][modality]
+    mask = None if own.is_embed is None else own.is_embed.tolist()
+    theirs = _taking(made["prompt_token_ids"], own.offset, own.length, mask)
+    ours = _taking(ids, medium["start"], medium["length"], medium["mask"])
+    if ours != theirs:
+        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+        raise EngineError(
+            f"vLLM writes other tokens for a medium ({modality}) than the checkpoint's own processor ({len(theirs)}, not "
+            f"{len(ours)}; the first difference is token {place}), so it would see another prompt than the one that is "
+            "trained. Use rollout.engine: native."
+        )
+    return made["mm_kwargs"][modality][0]
+
+
+def _taking(ids: Sequence[int], start: int, length: int, mask: Sequence[bool] | None) -> list[tuple[int, bool]]:
+    """The tokens of a medium from the first to the last that takes a feature, and which do."""
+    takes = [True] * length if mask is None else list(mask)
+    places = [place for place, one in enumerate(takes) if one]
+    return [(ids[start + place], takes[place]) for place in range(places[0], places[-1] + 1)]
 
 
 SHUTDOWN_S = 15.0
@@ -158,7 +192,7 @@ class Actor:
         return {"context": self._engine.model_config.max_model_len}
 
     async def _generate(self, message: Message) -> Message:
-        prompt = engine_input(message)
+        prompt = engine_input(message, lambda: self._engine.renderer.get_mm_processor())
         output = None
         stream = self._engine.generate(prompt, self._params(message), f"r{message['id']}", lora_request=self._adapter)
         async for output in stream:

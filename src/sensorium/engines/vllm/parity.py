@@ -3,19 +3,21 @@
 What can go wrong with another engine's weights is silent: a tied head that kept the old ones, tower features that were
 cached before the push, tower adapters that are ignored, patches that were normalised twice. Each changes log-probs by 0.5
 and more, where rounding changes them by 1e-5. Media of probes are noise that goes to the towers directly: nothing is
-decoded or stored.
+decoded or stored. On the general path they are those of its own check, and rows are computed as the learner does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sensorium.engines.vllm.prompts import EnginePrompt, lay_out
+from sensorium.engines.vllm.prompts import EnginePrompt, lay_out, tower_input
 from sensorium.models.attention import MaskedAttention
-from sensorium.models.chat_processor import Layouts
+from sensorium.models.chat_processor import ChatProcessor, Layouts
+from sensorium.models.general_path import General, SelfCheck, StockRows
 from sensorium.models.policy import Policy
 from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.segment_layout import Layout, placements
@@ -38,12 +40,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Probe:
-    """A context of one modality, with the tower inputs of its media."""
+    """A context of one modality, with the tower inputs of its media. ``row``: on the general path, with what follows it."""
 
     modality: str
     prompt: EnginePrompt
     layout: Layout
     inputs: dict[Media, TowerInput]
+    row: Callable[[Sequence[int]], Tensor] | None = None
 
 
 class _ProbeMedia:
@@ -58,7 +61,8 @@ class _ProbeMedia:
 
 def make_probes(policy: Policy) -> list[Probe]:
     """One probe for text, and one for each kind of medium that the model takes; the same in every process."""
-    chat = policy.chat
+    check = None if policy.general is None else SelfCheck(policy)
+    chat = policy.chat if check is None else check.chat
     pads = chat.media_format.placeholders
     allowed = sorted({*range(chat.vocab_size)} - {*chat.forbidden_ids, *chat.stop_ids})
     generator = torch.Generator().manual_seed(0)
@@ -69,8 +73,8 @@ def make_probes(policy: Policy) -> list[Probe]:
         inputs: dict[Media, TowerInput] = {}
         spans: tuple[MediaSpan, ...] = ()
         if kind is not None:
-            media = Media(kind, f"probe-{kind}", "probe")
-            inputs[media] = _noise(policy, kind, generator)
+            media = Media(kind, f"probe-{kind}", "probe") if check is None else check.medium(kind, 0)
+            inputs[media] = _noise(policy, kind, generator) if check is None else tower_input(chat, media)
             # vLLM's positions look for the marks around it
             sense = "audio" if kind == "sound" else "vision"
             marks = [getattr(policy.model.config, f"{sense}_{end}_token_id", None) for end in ("start", "end")]
@@ -82,15 +86,24 @@ def make_probes(policy: Policy) -> list[Probe]:
         source = _ProbeMedia(inputs)
         layouts: Any = Layouts(chat.media_format, source)  # type: ignore[arg-type]
         prompt = lay_out(layouts, source.extent, chat.media_format, [segment])
-        probes.append(Probe(kind or "text", prompt, layouts(segment), inputs))
+        row = None if policy.general is None else partial(_row_logits, policy.general, chat, segment)
+        probes.append(Probe(kind or "text", prompt, layouts(segment), inputs, row))
+    if check is not None:
+        chat.decoder.close()  # its media are prepared
     return probes
+
+
+def _row_logits(general: General, chat: ChatProcessor, segment: Segment, written: Sequence[int]) -> Tensor:
+    row = general.row(chat, [segment, Segment("model", tuple(written))])
+    return general.logits(chat, StockRows((row,), (torch.arange(len(row)),))).float()
 
 
 def _noise(policy: Policy, kind: MediaKind, generator: torch.Generator) -> TowerInput:
     """A medium of two by two features, a video of two such steps at its first two seconds, a sound of a second."""
     if kind == "sound":
-        mels = policy.model.config.audio_config.num_mel_bins
-        return TowerInput(torch.randn(MEL_FRAMES, mels, generator=generator), Extent("sound", (MEL_FRAMES, 1, 1)))
+        mels, margin = policy.model.config.audio_config.num_mel_bins, getattr(policy.chat.media_format, "margin", 0)
+        mels_TC = torch.randn(MEL_FRAMES + margin, mels, generator=generator)
+        return TowerInput(mels_TC, Extent("sound", (MEL_FRAMES, 1, 1)))
     vision: Any = policy.chat.media_format.vision  # type: ignore[attr-defined]
     side, steps = 2 * vision.spatial_merge_size, 2 if kind == "video" else 1
     per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -105,14 +118,17 @@ def policy_logprobs(policy: Policy, probe: Probe, written: Sequence[int]) -> tup
     """Log-probs of a probe's own tokens at temperature 1 (but the first), and of what was written after it, masked."""
     layout, device = probe.layout, policy.device
     length = len(layout)
-    features = {media: policy.adapter.towers[media.kind]([given])[0] for media, given in probe.inputs.items()}
     ids_T = torch.cat([layout.ids_T, torch.tensor(list(written), dtype=torch.long)])
-    after_3N = layout.advance + torch.arange(len(written)).expand(3, -1)
-    positions_3T = torch.cat([layout.positions_3T, after_3N], dim=1)
-    hidden_1TH = policy.language(
-        ids_T[None].to(device), positions_3T[:, None].to(device), MaskedAttention(), placements(layout, features)
-    )
-    logits_TV = policy.logits(hidden_1TH[0])
+    if probe.row is not None:
+        logits_TV = probe.row(written)
+    else:
+        features = {media: policy.adapter.towers[media.kind]([given])[0] for media, given in probe.inputs.items()}
+        after_3N = layout.advance + torch.arange(len(written)).expand(3, -1)
+        positions_3T = torch.cat([layout.positions_3T, after_3N], dim=1)
+        hidden_1TH = policy.language(
+            ids_T[None].to(device), positions_3T[:, None].to(device), MaskedAttention(), placements(layout, features)
+        )
+        logits_TV = policy.logits(hidden_1TH[0])
     given_T = logits_TV[: length - 1].log_softmax(-1).gather(1, ids_T[1:length, None].to(device))[:, 0]
     masked_NV = logits_TV[length - 1 : -1].index_fill(1, torch.tensor(policy.chat.forbidden_ids, device=device), -torch.inf)
     written_N = masked_NV.log_softmax(-1).gather(1, ids_T[length:, None].to(device))[:, 0]

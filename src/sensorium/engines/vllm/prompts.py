@@ -1,6 +1,8 @@
 """From a context to what vLLM is given: expanded ids, tower inputs of our own preprocessing, and where features go.
 
-vLLM gets no raw media and no text, so it computes with the same inputs as the learner. A fault inside one of its steps
+vLLM gets no raw media and no text, so it computes with the same inputs as the learner. On the general path it gets decoded
+media beside the ids, because its models take inputs that stock processors do not make: it calls the checkpoint's processor
+itself, and a medium for which it writes other tokens is refused (``actor.engine_input``). A fault inside one of its steps
 ends the engine for everybody, so every fault of a request is found here. For example, a picture of two by two features
 after three tokens of text, then a video of two frames with timestamps (Qwen3-VL):
 
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +30,7 @@ from sensorium.engines.vllm.recipe_checks import VllmVersion
 from sensorium.engines.weight_group import write_tensors
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.family import MediaFormat
+from sensorium.models.general_media import StockExtent
 from sensorium.models.prepared_media import Extent, TowerInput
 from sensorium.models.segment_layout import Layout, Runs, mismatch
 from sensorium.vocabulary.content import Media, MediaKind
@@ -92,9 +96,16 @@ def lay_out(
     return EnginePrompt(tuple(ids), tuple(media))
 
 
-def check_prompt(
-    prompt: EnginePrompt, name: str, vocab_size: int, max_context: int, placeholders: Mapping[MediaKind, int]
-) -> None:
+def tower_input(chat: ChatProcessor, media: Media) -> TowerInput:
+    """What vLLM is given of a medium: the inputs of the tower, or on the general path its pixels or samples."""
+    extent = chat.prepared.extent(media)
+    if not isinstance(extent, StockExtent):
+        return chat.prepared.get([media])[0]
+    decoded: Any = chat.decoder.get(media)
+    return TowerInput(torch.from_numpy(np.array(getattr(decoded, "samples", decoded))), extent)
+
+
+def check_prompt(prompt: EnginePrompt, name: str, vocab_size: int, max_context: int, media_format: MediaFormat) -> None:
     """Refuse what would fail inside a step of vLLM, or be misread silently."""
     ids, length = prompt.ids, len(prompt.ids)
     if not length:
@@ -109,27 +120,35 @@ def check_prompt(
         raise EngineError(f"the context of '{name}' holds {strange!r}, which is no id of a vocabulary of {vocab_size}.")
     end = 0
     taking: set[int] = set()
+    feature_ids: frozenset[int] = getattr(media_format, "feature_ids", frozenset())  # on the general path
     for placed in prompt.media:
         if placed.start < end or placed.start + placed.length > length:
             raise mismatch(placed.media, f"its tokens {placed.start} to {placed.start + placed.length} of {length} overlap")
         end = placed.start + placed.length
         places = [place for first, count in placed.runs for place in range(first, first + count)]
-        pad = placeholders[placed.media.kind]
-        if any(not placed.start <= place < end or ids[place] != pad for place in places):
+        pads = feature_ids or {media_format.placeholders[placed.media.kind]}
+        if any(not placed.start <= place < end or ids[place] not in pads for place in places):
             raise mismatch(placed.media, "its features would be on tokens that are not its placeholders")
         taking.update(places)
-    pads = set(placeholders.values())
-    stray = next((i for i, one in enumerate(ids) if one in pads and i not in taking), None)
+    every = feature_ids or {*media_format.placeholders.values()}
+    stray = next((i for i, one in enumerate(ids) if one in every and i not in taking), None)
     if stray is not None:  # vLLM would take it as an ordinary token
         raise EngineError(f"token {stray} of the context of '{name}' is a placeholder without a medium.")
 
 
 def tower_fields(placed: PlacedMedia, given: TowerInput, media_format: Any) -> dict[str, Tensor]:
     """The tensors of one medium under the names of vLLM's models; a wrong number of patches or mel frames is refused."""
+    if isinstance(given.extent, StockExtent):
+        return {"decoded": given.patches_PC}
     time, height, width = given.extent.grid
     if placed.media.kind == "sound":
-        if len(given.patches_PC) != time or placed.features != len(media_format.expand(given.extent).ids):
-            raise mismatch(placed.media, f"{len(given.patches_PC)} mel frames of {time} for {placed.features} features")
+        frames = getattr(media_format, "frames", 0)
+        longest = min(time + media_format.margin, frames) if frames else time
+        if len(given.patches_PC) != longest or placed.features != len(media_format.expand(given.extent).ids):
+            raise mismatch(placed.media, f"{len(given.patches_PC)} mel frames of {longest} for {placed.features} features")
+        if frames:
+            padded_CT = torch.nn.functional.pad(given.patches_PC.T, (0, frames - longest))
+            return {"input_features": padded_CT[None], "feature_attention_mask": (torch.arange(frames) < time)[None].long()}
         return {
             "input_audio_features": given.patches_PC.T.contiguous(),
             "audio_feature_lengths": torch.tensor([time]),
@@ -290,6 +309,7 @@ class RequestSender:
                 self._held.add(placed.media.key)
             media.append({
                 "modality": MODALITIES[placed.media.kind], "key": placed.media.key, "fields": fields,
+                "placeholder": self._chat.media_format.placeholders[placed.media.kind],
                 "start": placed.start, "length": placed.length, "mask": placed.mask,
             })  # fmt: skip
         file = write_tensors(tensors, "media", self._folder) if tensors else None

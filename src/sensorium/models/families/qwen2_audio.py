@@ -79,9 +79,12 @@ class PaddedSounds(SoundPreprocessor):
 
 
 class Qwen2AudioMedia(DefaultMedia):
-    """Sounds of Qwen2-Audio as tokens and positions."""
+    """Sounds of Qwen2-Audio as tokens and positions. ``frames``: to so many its stock encoder pads a sound."""
+
+    margin = MARGIN
 
     def __init__(self, config: Any, processor: Any) -> None:
+        self.frames = 2 * config.audio_config.max_source_positions
         self.placeholders: dict[MediaKind, int] = {"sound": config.audio_token_id}
         self.preprocessors: dict[MediaKind, Preprocessor] = {"sound": PaddedSounds(processor.feature_extractor)}
 
@@ -134,6 +137,8 @@ class Qwen2Audio(DefaultModel):
         parts=(("multi_modal_projector.", "projector"), ("audio_tower.", "audio")),
         tables=("embed_positions",),
         names=("2-audio",),
+        vllm=True,
+        renamed=True,
     )
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "audio": ("model.audio_tower.",),
