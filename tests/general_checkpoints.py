@@ -695,7 +695,7 @@ def _pieces(row: General, specials: list[str], template: str, **more: Any) -> Pr
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("[\u2581 ]"), behavior="merged_with_next")
     trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=["\n", *map(chr, range(33, 127))], show_progress=False)
-    words = ["\n\n", "\n\n\n"] * 8 + ANSWERS.split() * 8 + [f"\u2581{word}" for word in QUESTIONS.split() * 8]
+    words = ["\n\n", "\n\n\n", "\n\n\n\n"] * 8 + ANSWERS.split() * 8 + [f"\u2581{word}" for word in QUESTIONS.split() * 8]
     trained.train_from_iterator(words, trainer)
     learned = json.loads(trained.to_str())["model"]
     names = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *learned["vocab"]]

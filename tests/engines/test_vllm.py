@@ -90,22 +90,25 @@ def left_behind() -> set[Path]:
 
 def questions(bench: Bench) -> dict[str, list[Message]]:
     """The first turns of episodes, by what they show."""
-    found = {
-        "text": [user("what?")],
-        "picture": [user(bench.picture(1), "what?")],
-        "two pictures": [user(bench.picture(1), bench.picture(2, (84, 112)), "which?")],
-        "video": [user(bench.clip(2), "what?")],
-        "odd video": [user("look:", bench.clip(4, frames=5, seconds=3.3), "what?")],
-    }
-    if "sound" in bench.policy.chat.media_format.placeholders:
+    kinds = bench.policy.chat.modalities
+    found = {"text": [user("what?")]}
+    if "picture" in kinds:
+        found["picture"] = [user(bench.picture(1), "what?")]
+        found["two pictures"] = [user(bench.picture(1), bench.picture(2, (84, 112)), "which?")]
+    if "video" in kinds:
+        found["video"] = [user(bench.clip(2), "what?")]
+        found["odd video"] = [user("look:", bench.clip(4, frames=5, seconds=3.3), "what?")]
+    if "sound" in kinds:
+        found["sound"] = [user("hear", bench.tone(4, 1.3), "what?")]
         found["two sounds"] = [user(bench.tone(1), bench.tone(2, 2.2), "which?")]
+    if kinds >= {"picture", "video", "sound"}:
         found["all"] = [user(bench.tone(3, 1.3), "hear", bench.picture(1), "see", bench.clip(2), "what?")]
     return found
 
 
 def talk(bench: Bench, engine: VllmEngine, asked: dict[str, list[Message]], sampling: Sampling = SAMPLING,
          turns: int = 2) -> dict[str, list[Segment]]:  # fmt: skip
-    """Episodes of some turns at once; from the second turn on another picture is shown."""
+    """Episodes of some turns at once; from the second turn on another picture or sound is shown."""
     chat = bench.policy.chat
     found: dict[str, list[Segment]] = {}
 
@@ -113,8 +116,9 @@ def talk(bench: Bench, engine: VllmEngine, asked: dict[str, list[Message]], samp
         found[name] = [chat.render(messages)]
         for turn in range(turns):
             if turn:
-                more = [user(bench.picture(3), "more?")] if chat.media_format.placeholders else [user("more?")]
-                found[name].append(chat.extend(more, after=found[name][-1]))
+                shown = {"picture": bench.picture, "sound": bench.tone}
+                medium = [make(3) for kind, make in shown.items() if kind in chat.modalities][:1]
+                found[name].append(chat.extend([user(*medium, "more?")], after=found[name][-1]))
             request = ask(name, found[name], sampling, key=-turn - 5, name=f"{name}/{turn}")
             found[name].append((await engine.generate(request)).segment)
 
@@ -357,7 +361,7 @@ def float32_delta_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen2_5_omni", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_5", "qwen3_5_moe"]
+    "family", ["qwen2_5_vl", "qwen2_audio", "qwen2_5_omni", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_5", "qwen3_5_moe"]
 )
 def test_logprobs_of_a_family_are_the_policys_before_and_after_a_push(
     family: str, tmp_path: Path, float32_delta_nets: None
