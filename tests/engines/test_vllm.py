@@ -6,14 +6,16 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sensorium.cluster.python_process import any_alive
 from sensorium.data.media_store import MediaStore
@@ -23,12 +25,14 @@ from sensorium.engines.vllm.parity import Probe, policy_logprobs
 from sensorium.engines.vllm.prompts import EnginePrompt
 from sensorium.engines.vllm.recipe_checks import installed_version
 from sensorium.engines.vllm.vllm_engine import VllmEngine
+from sensorium.models.general_path import StockRows
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.content import Message, user
 from sensorium.vocabulary.episode import Segment
 from sensorium.vocabulary.errors import EngineError, EngineLost
+from tests.general_checkpoints import make_checkpoint
 
 from . import float32_delta_nets as plugin
 from .conftest import Bench, ask, make_bench
@@ -138,13 +142,13 @@ def distance(bench: Bench, segments: Sequence[Segment], sampling: Sampling = SAM
 
 
 @contextmanager
-def changed(bench: Bench, prefix: str, version: int) -> Iterator[None]:
-    """The policy with other weights where names begin so; afterwards it is as before."""
+def changed(bench: Bench, prefix: str, version: int, within: str = "") -> Iterator[None]:
+    """The policy with other weights where names begin so, and have ``within`` in them; afterwards it is as before."""
     kept = {name: parameter.detach().clone() for name, parameter in bench.policy.model.named_parameters()}
     generator = torch.Generator().manual_seed(version)
     with torch.no_grad():
         for name, parameter in bench.policy.model.named_parameters():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and within in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     bench.policy.version = version
     yield
@@ -459,3 +463,64 @@ def test_weights_by_broadcast_arrive_whole(sighted: Bench) -> None:
             engine.restart()
             engine.update_weights(sighted.policy, version)
     assert left_behind() <= before
+
+
+def general_bench(name: str, folder: Path, lora: LoraSection | None = None) -> Bench:
+    """A foreign checkpoint on the general path, with heads as large as vLLM wants and weights named as published."""
+    sizes = {"hidden_size": 128, "head_dim": 32} if name != "olmo2" else {"hidden_size": 128}
+    file = make_checkpoint(name, folder, seed=1, std=0.1, **sizes) / "model.safetensors"
+    if name in ("gemma3", "llava_next"):  # fresh towers of today's transformers have names that vLLM does not know
+        tensors = {
+            name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    return Bench(load_policy(str(folder), store=MediaStore(), device="cpu", dtype="float32", lora=lora), None)
+
+
+@torch.no_grad()
+def distance_from_learner(bench: Bench, segments: Sequence[Segment]) -> float:
+    """The largest difference of an episode's log-probs from those of the learner's forward of the whole thread."""
+    chat, general = bench.policy.chat, bench.policy.general
+    assert general is not None
+    row = general.row(chat, segments)
+    logits_TV = general.logits(chat, StockRows((row,), (torch.arange(len(row)),)))
+    logs_TV = logits_TV.index_fill(1, torch.tensor(chat.forbidden_ids), -torch.inf).log_softmax(-1)
+    ends = accumulate(len(chat.layout(segment)) for segment in segments)
+    found = [
+        logs_TV[end - len(segment.tokens) - 1 : end - 1].gather(1, torch.tensor(segment.tokens)[:, None])[:, 0]
+        - torch.tensor(segment.logprobs)
+        for segment, end in zip(segments, ends, strict=True)
+        if segment.author == "model"
+    ]
+    return float(torch.cat(found).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [("llava_next", False), ("llava_next", True), ("idefics3", False), ("mistral3", False), ("olmo2", False)],
+)
+def test_logprobs_on_the_general_path_are_the_learners_before_and_after_a_push(
+    name: str, adapted: bool, tmp_path: Path
+) -> None:
+    section = LoraSection(rank=4, groups=("language",), modules=("q_proj", "v_proj", "down_proj"))
+    bench = general_bench(name, tmp_path, section if adapted else None)
+    with running(bench) as engine:
+        assert engine.parity.keys() == bench.policy.chat.modalities
+        for version in (0, 3):
+            with changed(bench, "", version, "lora_" if adapted else "") if version else nullcontext():
+                if version:
+                    engine.update_weights(bench.policy, version)
+                for _ in range(2):
+                    found = talk(bench, engine, questions(bench))
+                    apart = {name: distance_from_learner(bench, segments) for name, segments in found.items()}
+                    print(name, "LoRA" if adapted else "", version, apart)
+                    assert max(apart.values()) < CLOSE_TO_POLICY, apart
+                    assert {segments[-1].policy_version for segments in found.values()} == {version}
+
+
+def test_a_model_that_vllm_computes_otherwise_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Tokens of a picture of Gemma 3 see each other both ways, and on a CPU vLLM's attention is causal."""
+    engine = VllmEngine(general_bench("gemma3", tmp_path).policy, max_context=512, max_rows=32)
+    with pytest.raises(EngineLost, match="picture probe"):
+        engine.start()
+    assert engine.pid is None

@@ -7,30 +7,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.response_rows import StopStrings
 from sensorium.engines.options import check_vllm_options, completed_vllm
 from sensorium.engines.options import check_writer_options as check_native_options
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.vllm import recipe_checks
 from sensorium.engines.vllm import vllm_engine as engine_module
-from sensorium.engines.vllm.actor import Actor
+from sensorium.engines.vllm.actor import Actor, _processed
 from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
 from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
 from sensorium.engines.vllm.prompts import EnginePrompt, RequestSender, check_prompt, lay_out, tower_fields
 from sensorium.engines.vllm.recipe_checks import check_arguments, installed_version, look_at, refuse_dtype, version_of
-from sensorium.engines.vllm.vllm_engine import OneKindAtATime, backend_of
+from sensorium.engines.vllm.vllm_engine import OneKindAtATime, VllmEngine, backend_of
 from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
+from sensorium.models.load import load_policy
+from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.registry import wrong_options
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EngineError, EngineLost, RecipeError, SpanMismatch
+from tests.general_checkpoints import GENERAL, make_checkpoint
 
 from ..models.clips import heard_clip
 from .conftest import Bench
@@ -42,7 +49,7 @@ def prompt_of(bench: Bench, *content: Any) -> EnginePrompt:
 
 
 def check(bench: Bench, prompt: EnginePrompt, limit: int = 4096) -> None:
-    check_prompt(prompt, "r", bench.policy.vocab_size, limit, bench.policy.chat.media_format.placeholders)
+    check_prompt(prompt, "r", bench.policy.vocab_size, limit, bench.policy.chat.media_format)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
@@ -95,6 +102,67 @@ def test_a_sound_is_its_mel_frames(family: str, benches: Callable[[str], Bench])
         tower_fields(placed, replace(given, patches_PC=given.patches_PC[1:]), bench.policy.chat.media_format)
 
 
+def test_a_sound_of_qwen2_audio_is_padded_as_its_encoder_wants(benches: Callable[[str], Bench]) -> None:
+    bench = benches("qwen2_audio")
+    for seconds in (0.5, 1.3, 30.0):
+        (placed,) = prompt_of(bench, "hear", bench.tone(1, seconds), "what?").media
+        given = bench.policy.chat.prepared.get([placed.media])[0]
+        fields = tower_fields(placed, given, bench.policy.chat.media_format)
+        assert fields["input_features"].shape == (1, given.patches_PC.shape[1], 3000)
+        assert int(fields["feature_attention_mask"].sum()) == given.extent.grid[0] == round(100 * seconds)
+        with pytest.raises(SpanMismatch, match="mel frames"):
+            tower_fields(placed, replace(given, patches_PC=given.patches_PC[1:]), bench.policy.chat.media_format)
+
+
+class StandInProcessor:
+    """vLLM's processor of a model that shows a picture by ``ids``."""
+
+    info = SimpleNamespace(parse_mm_data=lambda shown: shown)
+
+    def __init__(self, *ids: int) -> None:
+        self._ids = list(ids)
+
+    def __call__(self, prompt: list[int], shown: dict[str, list[Any]]) -> dict[str, Any]:
+        assert prompt == [5]
+        mask = torch.tensor([token == 7 for token in self._ids])
+        place = SimpleNamespace(offset=0, length=len(self._ids), is_embed=mask)
+        return {
+            "prompt_token_ids": self._ids,
+            "mm_placeholders": {"image": [place]},
+            "mm_kwargs": {"image": [shown["image"][0].size]},
+        }
+
+
+def test_a_medium_that_vllm_writes_in_other_tokens_is_refused() -> None:
+    ids, picture = [1, 2, 6, 7, 8, 7, 9, 3], torch.zeros(4, 3, 3, dtype=torch.uint8)
+    medium = {"modality": "image", "placeholder": 5, "start": 2, "length": 5, "mask": [False, True, False, True, False]}
+    assert _processed(StandInProcessor(0, 6, 7, 8, 7, 9), medium, ids, picture) == (3, 4), "text at the ends may differ"
+    for other in ([6, 7, 7, 9], [6, 7, 8, 8, 7, 9], [6, 7, 4, 7, 9]):
+        with pytest.raises(EngineError, match="other tokens"):
+            _processed(StandInProcessor(*other), medium, ids, picture)
+
+
+def test_a_model_that_vllm_does_not_list_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found = make_checkpoint("granite", tmp_path / "granite"), version_of("0.32.0", on_cpu=True)
+    for module in (recipe_checks, engine_module):
+        monkeypatch.setattr(module, "installed_version", lambda: found)
+    monkeypatch.setattr(recipe_checks, "_source", lambda *parts: tmp_path / parts[-1])
+    model = {"path": str(folder)}
+    list(look_at(recipe_of(model=model)))  # without its source nothing can be looked up: vLLM will say it
+    (tmp_path / "registry.py").write_text(
+        '_TEXT_GENERATION_MODELS = {"Olmo2ForCausalLM": ("olmo2", "Olmo2ForCausalLM")}\n'
+        '_EMBEDDING_MODELS = {"GraniteForCausalLM": ("granite", "GraniteForCausalLM")}\n'
+    )
+    with pytest.raises(RecipeError, match=r"GraniteForCausalLM.*rollout.engine: native"):
+        list(look_at(recipe_of(model=model)))
+    with pytest.raises(RecipeError, match="GraniteForCausalLM"):
+        VllmEngine(load_policy(str(folder), store=MediaStore(), device="cpu"))
+    (tmp_path / "registry.py").write_text(
+        '_MULTIMODAL_MODELS = {"GraniteForCausalLM": ("granite", "GraniteForCausalLM")}\n'
+    )
+    list(look_at(recipe_of(model=model)))
+
+
 def test_a_video_with_its_sound_is_refused(benches: Callable[[str], Bench]) -> None:
     bench = benches("qwen2_5_omni")
     with pytest.raises(EngineError, match="with its sound"):
@@ -132,7 +200,8 @@ def test_weights_are_pushed_under_their_published_names() -> None:
         "model.language_model.rotary_emb.inv_freq": torch.ones(3),
     }
     parameters = [name for name in tensors if "inv_freq" not in name]
-    sent = published(tensors, parameters, tied=True, turned=True)
+    tied = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    sent = published(tensors, parameters, tied=tied, turned=True)
     assert sent.aliases == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
     assert sent.tensors.keys() == {
         "model.language_model.embed_tokens.weight",
@@ -140,13 +209,30 @@ def test_weights_are_pushed_under_their_published_names() -> None:
         "model.language_model.layers.0.mlp.experts.gate_up_proj",
     }
     assert torch.equal(sent.tensors["model.language_model.layers.0.mlp.experts.gate_up_proj"], experts.transpose(1, 2))
-    assert published(tensors, parameters, tied=False).aliases == {}
-    thinker = published(tensors, parameters, tied=True, under="thinker.")
+    assert published(tensors, parameters).aliases == {}
+    assert published(tensors, parameters[1:], tied=tied).aliases == {}, "the embeddings have not changed"
+    thinker = published(tensors, parameters, tied=tied, under="thinker.")
     assert thinker.aliases == {"thinker.lm_head.weight": "thinker.model.language_model.embed_tokens.weight"}
     assert thinker.tensors.keys() == {f"thinker.{name}" for name in sent.tensors}
     assert torch.equal(thinker.tensors["thinker.model.language_model.layers.0.mlp.experts.gate_up_proj"], experts)
     with pytest.raises(EngineError, match="lack 1 parameters of the model, lm_head"):
-        published(tensors, [*parameters, "lm_head.weight"], tied=False)
+        published(tensors, [*parameters, "lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_audio", "qwen3_next"])
+def test_where_transformers_renames_weights_are_pushed_as_it_saves_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "installed_version", lambda: version_of("0.32.0", on_cpu=True))
+    folder = make_tiny(name, tmp_path) if name in FAMILIES else make_checkpoint(name, tmp_path)
+    engine = VllmEngine(load_policy(str(folder), store=MediaStore(), device="cpu"))
+    tensors = engine._policy.tensors()
+    sent = published(tensors, engine._saved, tied=engine._tied, model=engine._renamed_model)
+    every = sent.tensors | {name: sent.tensors[of] for name, of in sent.aliases.items()}
+    stored = load_file(folder / "model.safetensors")
+    assert every.keys() - stored.keys() == ({"lm_head.weight"} if name == "gemma3" else set()), "a tied head"
+    for own, tensor in stored.items():
+        assert torch.equal(tensor, every[own]), own
 
 
 def test_a_push_carries_whole_layers_of_what_may_have_changed() -> None:
@@ -164,13 +250,19 @@ def test_a_push_carries_whole_layers_of_what_may_have_changed() -> None:
     assert changes.select(layers, list(layers)) == {*layers}
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3", "qwen2_5_omni", "qwen3_omni_moe", "qwen3_5"])
-def test_probes_tell_right_log_probs_from_wrong_ones(family: str, benches: Callable[[str], Bench]) -> None:
-    policy = benches(family).policy
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", "qwen2_5_vl", "qwen3", "qwen2_5_omni", "qwen3_omni_moe", "qwen3_5", "qwen2_audio", "idefics3", "granite"],
+)
+def test_probes_tell_right_log_probs_from_wrong_ones(family: str, benches: Callable[[str], Bench], tmp_path: Path) -> None:
+    if family in GENERAL:
+        policy = load_policy(str(make_checkpoint(family, tmp_path)), store=MediaStore(), device="cpu")
+    else:
+        policy = benches(family).policy
     probes = make_probes(policy)
     assert [probe.modality for probe in probes] == ["text", *policy.chat.media_format.placeholders]
     for probe in probes:
-        check_prompt(probe.prompt, "probe", policy.vocab_size, 512, policy.chat.media_format.placeholders)
+        check_prompt(probe.prompt, "probe", policy.vocab_size, 512, policy.chat.media_format)
         written = [token for token in range(policy.vocab_size) if token not in policy.chat.forbidden_ids][:3]
         given_T, written_N = policy_logprobs(policy, probe, written)
         answer = {"tokens": written, "logprobs": written_N.tolist(), "scores": [None, *given_T.tolist()]}
@@ -251,6 +343,7 @@ def recipe_of(**sections: Any) -> Recipe:
         ({"model": {"path": "tiny:internvl"}}, "family 'internvl'"),
         ({"model": {"path": "tiny:qwen3_5", "dtype": "float32"}}, "model.dtype: bfloat16"),
         ({"model": {"path": "tiny:qwen3_5", "dtype": "bfloat16", "lora": {"rank": 4}}}, "take no adapters"),
+        ({"model": {"path": "tiny:qwen2_audio", "lora": {"rank": 4}}}, "takes no adapters"),
         ({"model": {"path": "tiny:qwen2_5_omni", "lora": {"rank": 4, "groups": ["vision"]}}}, "names 'vision'"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 4, "groups": ["head"]}}}, "names 'head'"),
         ({"model": {"path": "tiny:qwen3_vl", "lora": {"rank": 513}}}, "rank 512 at most"),
@@ -311,7 +404,7 @@ def test_the_dry_run_checks_arguments_of_vllm_or_says_that_it_did_not(monkeypatc
     monkeypatch.setattr(recipe_checks, "find_spec", lambda name: None)
     assert "engine_args were not checked" in " ".join(look_at(recipe))
     monkeypatch.setattr(recipe_checks, "argument_types", lambda source: {"enforce_eager": "bool"})
-    monkeypatch.setattr(recipe_checks, "_source", lambda: Path(__file__))
+    monkeypatch.setattr(recipe_checks, "_source", lambda *_: Path(__file__))
     with pytest.raises(RecipeError, match=r"engine_args: vLLM has no argument 'enforce_eagr'; .* \(vLLM 0\.32\.0 is inst"):
         list(look_at(recipe))
 

@@ -9,9 +9,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sensorium.cluster.python_process import any_alive
+import pytest
+from rich.console import Console
 
-from ..engines.test_vllm import NEEDS_VLLM, engine_core
+from sensorium.cli.dry_run import show_dry_run
+from sensorium.cluster.python_process import any_alive
+from sensorium.runs.metrics import read_metrics
+from sensorium.trainer.run import train
+
+from ..engines.test_vllm import CLOSE_TO_POLICY, NEEDS_VLLM, engine_core, general_bench
+from .test_general import recipe_of
 
 pytestmark = NEEDS_VLLM
 RUN = [
@@ -75,3 +82,19 @@ def test_a_killed_run_leaves_no_process_and_a_killed_engine_ends_it_in_a_paragra
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step once"
     assert max(row.get("mismatch/max", 0.0) for row in rows) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["llava_next", "olmo2"])
+def test_a_foreign_checkpoint_is_trained_on_the_general_path(name: str, tmp_path: Path) -> None:
+    """Two steps, each with a push; the learner computes what was sampled."""
+    source = general_bench(name, tmp_path / "source").policy
+    source.save(tmp_path / "checkpoint")
+    engine = {"name": "vllm", "options": {"max_context": 512, "max_rows": 8}}
+    rollout = {"engine": engine, "schedule": "eager", "max_new_tokens": 4, "max_context_tokens": 512}
+    recipe = recipe_of(tmp_path / "checkpoint", tmp_path / "run", rollout=rollout)
+    show_dry_run(recipe, Console(quiet=True))
+    train(recipe)
+    rows = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["mismatch/max"] for row in rows) < CLOSE_TO_POLICY
+    assert all(row["policy/grad_norm"] > 0 and row["engine/parity_max/text"] < CLOSE_TO_POLICY for row in rows)

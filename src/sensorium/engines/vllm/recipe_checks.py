@@ -240,7 +240,7 @@ def refuse_family(family: str, dtype: str, *, on_cpu: bool) -> None:
         sampled = ", ".join(name for name, of_name in FAMILIES.items() if of_name.vllm)
         raise RecipeError(
             f"rollout.engine: the engine vllm samples {sampled}; this model is of family '{family}'. Use "
-            "rollout.engine: native, or process."
+            "rollout.engine: native, or process; or model.family: general, by which vLLM samples what it can."
         )
 
 
