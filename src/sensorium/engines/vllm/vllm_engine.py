@@ -63,7 +63,9 @@ def describe(policy: Policy, folder: Path) -> None:
     """Write all of a checkpoint but its weights, as vLLM reads it: with what transformers 5 leaves out of configs."""
     policy.save_description(folder)
     path, facts = folder / "config.json", FAMILIES.get(policy.family)
-    config = json.loads(path.read_text()) | {"architectures": [type(policy.model).__name__]}
+    config = json.loads(path.read_text())
+    if facts is None:  # the class that is trained, whatever the checkpoint was saved as
+        config["architectures"] = [type(policy.model).__name__]
     if policy.experts_per_token:
         config.get("text_config", config).setdefault("norm_topk_prob", True)
     if facts is not None and facts.is_thinker:  # vLLM knows the whole model alone, of which it loads the thinker

@@ -62,7 +62,8 @@ def published(
         return PushedWeights(sent, {under + name: under + of for name, of in also.items()})
     from transformers.core_model_loading import revert_weight_conversion
 
-    sent = revert_weight_conversion(model, {**sent, **{name: sent[of] for name, of in also.items()}})
+    with torch.no_grad():
+        sent = revert_weight_conversion(model, {**sent, **{name: sent[of] for name, of in also.items()}})
     first: dict[Any, str] = {}
     aliases = {name: own for name, tensor in sent.items() if (own := first.setdefault(_place(tensor), name)) != name}
     return PushedWeights({name: tensor for name, tensor in sent.items() if name not in aliases}, aliases)
