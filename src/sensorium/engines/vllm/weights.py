@@ -13,6 +13,7 @@ rotary tables and other buffers that are not saved, adapters  →  nothing
 
 import base64
 import pickle
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from sensorium.engines.vllm.weight_backend import BROADCAST, FILE
 from sensorium.engines.weight_group import WeightSender, write_tensors
 from sensorium.vocabulary.errors import EngineError
 
+BESIDE = re.compile(r"(^|\.)model\.embed_tokens\.weight$")  # embeddings whose model has its head beside it
 EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
@@ -63,10 +65,12 @@ def published(
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad():
-        sent = revert_weight_conversion(model, {**sent, **{name: sent[of] for name, of in also.items()}})
-    first: dict[Any, str] = {}
-    aliases = {name: own for name, tensor in sent.items() if (own := first.setdefault(_place(tensor), name)) != name}
-    return PushedWeights({name: tensor for name, tensor in sent.items() if name not in aliases}, aliases)
+        saved = revert_weight_conversion(model, dict(sent))
+    names_by_place = {_place(tensor): name for name, tensor in saved.items()}
+    owners = {name: names_by_place[_place(sent[of])] for name, of in also.items()}
+    return PushedWeights(
+        saved, {BESIDE.sub(r"\1lm_head.weight", own) if BESIDE.search(own) else name: own for name, own in owners.items()}
+    )
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
