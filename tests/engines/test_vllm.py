@@ -483,7 +483,7 @@ def distance_from_learner(bench: Bench, segments: Sequence[Segment]) -> float:
     chat, general = bench.policy.chat, bench.policy.general
     assert general is not None
     row = general.row(chat, segments)
-    logits_TV = general.logits(chat, StockRows((row,), (torch.arange(len(row)),)))
+    logits_TV = bench.policy.logits(general.read(chat, StockRows((row,), (torch.arange(len(row)),))))
     logs_TV = logits_TV.index_fill(1, torch.tensor(chat.forbidden_ids), -torch.inf).log_softmax(-1)
     ends = accumulate(len(chat.layout(segment)) for segment in segments)
     found = [

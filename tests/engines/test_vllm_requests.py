@@ -153,7 +153,7 @@ def test_a_model_that_vllm_does_not_list_is_refused(tmp_path: Path, monkeypatch:
         '_TEXT_GENERATION_MODELS = {"Olmo2ForCausalLM": ("olmo2", "Olmo2ForCausalLM")}\n'
         '_EMBEDDING_MODELS = {"GraniteForCausalLM": ("granite", "GraniteForCausalLM")}\n'
     )
-    with pytest.raises(RecipeError, match=r"GraniteForCausalLM.*rollout.engine: native"):
+    with pytest.raises(RecipeError, match="GraniteForCausalLM"):
         list(look_at(recipe_of(model=model)))
     with pytest.raises(RecipeError, match="GraniteForCausalLM"):
         VllmEngine(load_policy(str(folder), store=MediaStore(), device="cpu"))

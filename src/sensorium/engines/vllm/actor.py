@@ -95,7 +95,7 @@ def _processed(processor: Any, medium: Mapping[str, Any], ids: Sequence[int], de
         raise EngineError(
             f"vLLM writes other tokens for a medium ({modality}) than the checkpoint's own processor ({len(theirs)}, not "
             f"{len(ours)}; the first difference is token {place}), so it would see another prompt than the one that is "
-            "trained. Use rollout.engine: native."
+            "trained. Use rollout.engine: native, or process."
         )
     return made["mm_kwargs"][modality][0]
 

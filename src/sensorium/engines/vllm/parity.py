@@ -86,16 +86,16 @@ def make_probes(policy: Policy) -> list[Probe]:
         source = _ProbeMedia(inputs)
         layouts: Any = Layouts(chat.media_format, source)  # type: ignore[arg-type]
         prompt = lay_out(layouts, source.extent, chat.media_format, [segment])
-        row = None if policy.general is None else partial(_row_logits, policy.general, chat, segment)
+        row = None if policy.general is None else partial(_read_row, policy.general, chat, segment)
         probes.append(Probe(kind or "text", prompt, layouts(segment), inputs, row))
     if check is not None:
         chat.decoder.close()  # its media are prepared
     return probes
 
 
-def _row_logits(general: General, chat: ChatProcessor, segment: Segment, written: Sequence[int]) -> Tensor:
+def _read_row(general: General, chat: ChatProcessor, segment: Segment, written: Sequence[int]) -> Tensor:
     row = general.row(chat, [segment, Segment("model", tuple(written))])
-    return general.logits(chat, StockRows((row,), (torch.arange(len(row)),))).float()
+    return general.read(chat, StockRows((row,), (torch.arange(len(row)),)))
 
 
 def _noise(policy: Policy, kind: MediaKind, generator: torch.Generator) -> TowerInput:
@@ -120,15 +120,15 @@ def policy_logprobs(policy: Policy, probe: Probe, written: Sequence[int]) -> tup
     length = len(layout)
     ids_T = torch.cat([layout.ids_T, torch.tensor(list(written), dtype=torch.long)])
     if probe.row is not None:
-        logits_TV = probe.row(written)
+        hidden_TX = probe.row(written)
     else:
         features = {media: policy.adapter.towers[media.kind]([given])[0] for media, given in probe.inputs.items()}
         after_3N = layout.advance + torch.arange(len(written)).expand(3, -1)
         positions_3T = torch.cat([layout.positions_3T, after_3N], dim=1)
-        hidden_1TH = policy.language(
+        hidden_TX = policy.language(
             ids_T[None].to(device), positions_3T[:, None].to(device), MaskedAttention(), placements(layout, features)
-        )
-        logits_TV = policy.logits(hidden_1TH[0])
+        )[0]
+    logits_TV = policy.logits(hidden_TX)
     given_T = logits_TV[: length - 1].log_softmax(-1).gather(1, ids_T[1:length, None].to(device))[:, 0]
     masked_NV = logits_TV[length - 1 : -1].index_fill(1, torch.tensor(policy.chat.forbidden_ids, device=device), -torch.inf)
     written_N = masked_NV.log_softmax(-1).gather(1, ids_T[length:, None].to(device))[:, 0]

@@ -253,7 +253,7 @@ def refuse_architecture(name: str, found: VllmVersion, source: Path | None = Non
     if known and name not in known:
         raise RecipeError(
             f"rollout.engine: this checkpoint is a {name}, and vLLM {found.name} has no such model. Use rollout.engine: "
-            "native."
+            "native, or process."
         )
 
 
