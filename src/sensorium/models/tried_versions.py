@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sensorium.models.chat_processor import ChatProcessor
 
 TRIED = {
-    "transformers": ("5.15.1", "5.17.0", "5.23.0"),
+    "transformers": ("5.15.1", "5.16.1", "5.17.0", "5.18.0", "5.19.0", "5.21.1", "5.22.2", "5.23.0"),
     "torch": ("2.11.0", "2.13.0"),
 }
 # Model types that write answers and that the oldest of them lacks, by the first that has them.
