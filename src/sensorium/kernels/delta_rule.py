@@ -116,17 +116,38 @@ def mend_decay_gradient() -> None:
     library: Any = import_module("fla.utils")
     if not (library.IS_NVIDIA_HOPPER and library.TRITON_ABOVE_3_4_0 and not library.TRITON_ABOVE_3_7_1):
         return
-    kernels, rule = import_module("fla.ops.common.chunk_o"), import_module("fla.ops.gated_delta_rule.chunk")
-    refusing: Any = kernels.chunk_bwd_dqkwg
-    kernels.IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
+    kernels: Any = import_module("fla.ops.common.chunk_o")
+    rule, own = import_module("fla.ops.gated_delta_rule.chunk"), import_module("sensorium.kernels.delta_triton")
 
-    own: Any = import_module("sensorium.kernels.delta_triton")
-
-    def gradients(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, dh: Tensor, **rest: Any) -> tuple[Tensor, ...]:
-        wide_q, wide_k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
-        dq, dk, dw, _ = refusing(q=wide_q, k=wide_k, v=v, g=g, dh=dh, **rest)
-        chunks = rest.get("chunk_size", 64), rest.get("cu_seqlens"), rest.get("chunk_indices")
-        dg, dq, dk = own.decay_gradient((q, dq), (k, dk), v, g, rest["h"], dh, rest.get("state_v_first", False), *chunks)
+    def gradients(
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor,
+        g: Tensor,
+        h: Tensor,
+        dh: Tensor,
+        cu_seqlens: Tensor | None,
+        chunk_indices: Tensor | None,
+        chunk_size: int,
+        state_v_first: bool,
+        **rest: Any,
+    ) -> tuple[Tensor, ...]:
+        """What the library's function gives, but with the gradients of queries and keys not yet summed over heads."""
+        (batch, length, heads, size), (value_heads, value_size) = k.shape, v.shape[2:]
+        dq, dk = (x.new_empty(batch, length, value_heads, size) for x in (q, k))
+        key_block, value_block = (min(128, max(16, 1 << (each - 1).bit_length())) for each in (size, value_size))
+        dw, blocks = torch.empty_like(w), -(-size // key_block)
+        wrong = torch.empty(blocks, *g.shape, dtype=torch.float32, device=g.device)
+        count = -(-length // chunk_size) if chunk_indices is None else len(chunk_indices)
+        kernels.chunk_bwd_kernel_dqkwg[(blocks * count, batch * value_heads)](
+            q=q, k=k, v=v, g=g, g_gamma=None, h=h, dh=dh, dq=dq, dk=dk, dw=dw, dg=wrong, cu_seqlens=cu_seqlens,
+            chunk_indices=chunk_indices, B=batch, T=length, H=heads, HV=value_heads, K=size, V=value_size, BT=chunk_size,
+            BK=key_block, BV=value_block, STATE_V_FIRST=state_v_first, **rest,
+        )  # fmt: skip
+        chunks = chunk_size, cu_seqlens, chunk_indices
+        dg, dq, dk = own.decay_gradient((q, dq), (k, dk), v, g, h, dh, state_v_first, *chunks)
         return dq, dk, dw, dg
 
     rule.chunk_bwd_dqkwg = gradients  # type: ignore[attr-defined]
