@@ -42,7 +42,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 SHOWN = (
     "time/rollout_s", "time/update_s", "episodes/length_mean", "mismatch/prob_error", "correction/effective_share",
-    "staleness/mean", "wait/learner_for_episodes_s", "wait/engine_for_learner_s", "environment/busy_share",
+    "staleness/mean", "wait/learner_for_episodes_s", "wait/engine_for_learner_s", "time/environments_busy",
+    "engine/rows_mean",
 )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class Session:
     judges: JudgeClient
     workers: RunWorkers = field(default_factory=RunWorkers)
     opened: ExitStack = field(default_factory=ExitStack)
+    _computed: tuple[int, int, int] = (0, 0, 0)
 
     def tell_by(self, noted: Callable[[str], None]) -> None:
         """Report by this what is slow or does not work as it should: terms, decoded clips, the engine's decode step."""
@@ -58,11 +59,16 @@ class Session:
         if tell_by is not None:
             tell_by(noted)
 
-    @property
-    def engine_metrics(self) -> dict[str, float]:
-        """What the engine measures about itself, nothing for most; and how often workers died."""
-        metrics = getattr(self.engine, "metrics", None)
-        return ({} if metrics is None else metrics()) | self.workers.metrics(self.rollout.rolled_again)
+    def take_engine_metrics(self) -> dict[str, float]:
+        """What the engine measures about itself, or computed since the last time; and how often workers died."""
+        metrics, counters = getattr(self.engine, "metrics", None), getattr(self.engine, "counters", None)
+        row: dict[str, float] = {} if metrics is None else metrics()
+        if counters is not None:
+            computed = counters.prefill_tokens + counters.extension_tokens, counters.decode_steps, counters.decoded_tokens
+            tokens, steps, decoded = (now - before for now, before in zip(computed, self._computed, strict=True))
+            self._computed = computed
+            row |= {"engine/prefill_tokens": tokens, "engine/rows_mean": decoded / max(1, steps)}
+        return row | self.workers.metrics(self.rollout.rolled_again)
 
     @property
     def processes(self) -> tuple[ProcessRow, ...]:

@@ -56,7 +56,9 @@ class EnginePool:
     def __init__(self, make: Callable[[int], Engine], count: int, restarts: int = 3, joins_at_push: bool = False) -> None:
         self._make, self._restarts_left, self._joins_at_push = make, restarts, joins_at_push
         self._places = [PooledEngine(number, make(number)) for number in range(count)]
-        self.capabilities = replace(self._places[0].engine.capabilities, deterministic=False, lockstep=False)
+        self.capabilities = replace(
+            self._places[0].engine.capabilities, deterministic=False, lockstep=False, own_weights=True
+        )
         self.version = self._places[0].engine.version
         self.replaced = self.sampled_again = 0
         self._groups: dict[str, PooledEngine] = {}

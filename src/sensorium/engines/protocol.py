@@ -99,7 +99,7 @@ class Capabilities:
     for it, so what is batched together is a function of the recipe and not of the clock. ``sampling`` names the options of
     the recipe's rollout section (and ``greedy``, for evaluation) that it follows. ``matched``: it computes in the order of
     ``model.precision: matched``. ``in_flight``: it has ``push_weights``, so weights may change while responses are open.
-    ``own_weights``: it can sample while its policy is being trained.
+    ``own_weights``: it can sample while its policy is being trained, and not on the same GPU.
     """
 
     modalities: frozenset[str]

@@ -319,7 +319,7 @@ class Trainer:
         if self.recipe.logging.full_steps:
             self.ledger.compact(self.step - self.recipe.logging.full_steps)
         row["time/checkpoint_s"] = self.last_saving_s
-        row |= self.meter.row() | self.session.engine_metrics
+        row |= self.meter.row() | self.session.take_engine_metrics()
         for note in self.meter.notes():
             self.watcher.noted(note)
         row |= self.health.examine(self.step, row, evidence)

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -52,13 +52,14 @@ class ProcessEngine:
         **options: Unpack[WriterOptions],
     ) -> None:
         matched = policy.matched is not None
+        self._host: ProcessHost = ThisMachine() if host is None else host
         self.capabilities = Capabilities(
             policy.chat.modalities,
             deterministic=lockstep,
             lockstep=lockstep,
             matched=matched,
             in_flight=True,
-            own_weights=True,
+            own_weights=policy.device.type != "cuda" or self._host.own_device,  # on one GPU each slows the other down
         )
         self.version = policy.version
         self.counters = WriterCounters()
@@ -68,7 +69,6 @@ class ProcessEngine:
         if policy.general is not None:
             self._writer = stock_options(self._writer, options)
         self._start_s, self._reply_s = start_s, reply_s
-        self._host: ProcessHost = ThisMachine() if host is None else host
         self.scheduler = TickScheduler(self._tick, lockstep=lockstep, patience_s=patience_s)
         self._process: HostedProcess | None = None
         self._channel: Channel | None = None
@@ -116,6 +116,10 @@ class ProcessEngine:
     def push_weights(self, source: WeightSource, version: int) -> None:
         """As ``update_weights``, between ticks, with responses open: they go on with the new weights. From any thread."""
         self._send(source, version, in_flight=True)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """No tick begins inside."""
+        return self.scheduler.paused()
 
     def reset_cache(self) -> None:
         """Keep nothing of earlier rollouts."""
