@@ -10,15 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from sensorium.cli.dry_run import show_dry_run
 from sensorium.cluster.python_process import any_alive
-from sensorium.runs.metrics import read_metrics
-from sensorium.trainer.run import train
+from sensorium.models.tiny import make_tiny
 
 from ..engines.test_vllm import CLOSE_TO_POLICY, NEEDS_VLLM, engine_core, general_bench
-from .test_general import recipe_of
+from ..models.test_general_families import play
 
 pytestmark = NEEDS_VLLM
 RUN = [
@@ -84,17 +81,17 @@ def test_a_killed_run_leaves_no_process_and_a_killed_engine_ends_it_in_a_paragra
     assert max(row.get("mismatch/max", 0.0) for row in rows) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["llava_next", "olmo2"])
-def test_a_foreign_checkpoint_is_trained_on_the_general_path(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("qwen2_audio", "audio"), ("llava_next", "image"), ("olmo2", "")])
+def test_two_turns_with_media_of_two_sizes_are_sampled_and_trained(name: str, kind: str, tmp_path: Path) -> None:
     """Two steps, each with a push; the learner computes what was sampled."""
-    source = general_bench(name, tmp_path / "source").policy
-    source.save(tmp_path / "checkpoint")
+    if name == "qwen2_audio":
+        make_tiny(name, tmp_path / "model")
+    else:
+        general_bench(name, tmp_path / "model")
     engine = {"name": "vllm", "options": {"max_context": 512, "max_rows": 8}}
-    rollout = {"engine": engine, "schedule": "eager", "max_new_tokens": 4, "max_context_tokens": 512}
-    recipe = recipe_of(tmp_path / "checkpoint", tmp_path / "run", rollout=rollout)
-    show_dry_run(recipe, Console(quiet=True))
-    train(recipe)
-    rows = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    rollout = {"engine": engine, "schedule": "eager", "max_new_tokens": 5, "max_turns": 2, "max_context_tokens": 512}
+    run = play(tmp_path / "model", tmp_path / "run", kind, 2, rollout=rollout)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert max(row["mismatch/max"] for row in rows) < CLOSE_TO_POLICY
     assert all(row["policy/grad_norm"] > 0 and row["engine/parity_max/text"] < CLOSE_TO_POLICY for row in rows)
