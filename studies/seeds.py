@@ -76,9 +76,9 @@ def circumstances() -> dict[str, Any]:
     return {"commit": commit, "machine": machine}
 
 
-def chosen_seeds(arguments: Sequence[str]) -> Sequence[int]:
+def chosen_seeds(arguments: Sequence[str], seeds: Sequence[int] = SEEDS) -> Sequence[int]:
     """The seeds that a command line names (``seed=1``), or all."""
-    return [int(each.removeprefix("seed=")) for each in arguments if each.startswith("seed=")] or SEEDS
+    return [int(each.removeprefix("seed=")) for each in arguments if each.startswith("seed=")] or seeds
 
 
 def cpu_minutes() -> float:

@@ -3,21 +3,27 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
+from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
-from sensorium.models.general_media import Join, find_join
+from sensorium.engines.native.native_engine import NativeEngine
+from sensorium.engines.protocol import Sampling
+from sensorium.models.general_media import Join, find_join, video_metadata
 from sensorium.models.general_path import check_general
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
-from sensorium.vocabulary.content import user
+from sensorium.vocabulary.content import Media, user
+from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import ModelError
 from tests.general_checkpoints import GENERAL, make_checkpoint
 
+from ..engines.conftest import ask, generate
 from .clips import decoded, noise
 
 SEEING = [name for name, row in GENERAL.items() if "image" in row.shown and not row.refused]
@@ -122,3 +128,60 @@ def test_what_smaller_media_are_filled_up_with_is_found(fill: int) -> None:
     both[0, :2], both[1, :, :3] = one, other
     assert find_join(one, other, both) == Join(0, fill)
     assert find_join(one, other, both + 1) is None
+
+
+def clip(store: MediaStore, seed: int, frames: int, width: int, height: int) -> Media:
+    """Large blocks that change; every second frame of four a second is shown."""
+    blocks = np.random.default_rng(seed).integers(0, 255, (2 * frames, 2, 2, 3), dtype=np.uint8)
+    shown = blocks.repeat(height // 2, 1).repeat(width // 2, 2)
+    return store.put(encode_clip(shown, 4.0), "video", f"{seed}.mp4", VideoParameters(frames=frames))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_videos_are_what_the_processor_and_the_stock_model_make_of_them(family: str, tmp_path: Path) -> None:
+    """Two turns, each with a video, are sampled; one forward over the thread gives the same log-probs."""
+    folder = make_tiny(family, tmp_path / "tiny", seed=1, initializer_range=0.15)
+    policy = load_policy(str(folder), store=MediaStore(), family="general")
+    chat, general = policy.chat, policy.general
+    assert general is not None
+    frames = 4 if family == "internvl" else 6  # its processor takes videos of one length
+    clips = [clip(chat.store, 1, 4, 56, 84), clip(chat.store, 2, frames, 84, 56)]
+    context = [chat.render([user("which", clips[0], "is it?")])]
+    decoded_clip = chat.decoder.get(context[0].media[0].media)
+    made = chat.processor(
+        text=[chat.tokenizer.decode(context[0].tokens)],
+        videos=[torch.from_numpy(decoded_clip.frames.transpose(0, 3, 1, 2).copy())],
+        video_metadata=[video_metadata(decoded_clip)],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    sampling = Sampling(temperature=0.8, max_new_tokens=6, stop_tokens=False)
+    for turn in range(2):
+        request = ask("talk", context, sampling, order=(0, 0, turn), key=turn)
+        context.append(generate(NativeEngine(policy), request)[0].segment)
+        if turn == 0:
+            context.append(chat.extend([user("and", clips[1])], after=context[-1]))
+    row = general.row(chat, context)
+    ids, first = made["input_ids"][0].tolist(), made["input_ids"].shape[1]
+    assert row.ids_T[:first].tolist() == ids
+    with torch.no_grad():
+        stock = policy.model(**made).logits[0].log_softmax(-1)
+        logits = general.call({**general.inputs(chat, [row], "right"), "use_cache": False}).logits[0]
+    assert (logits[:first].log_softmax(-1) - stock).abs().max() < 1e-4
+    logits[:, [*chat.forbidden_ids, *chat.stop_ids]] = -torch.inf
+    logs = (logits / 0.8).log_softmax(-1)
+    for place in (1, 3):
+        start = sum(len(chat.layout(segment)) for segment in context[:place])
+        tokens = context[place].tokens
+        wanted = logs[start - 1 : start - 1 + len(tokens)][range(len(tokens)), list(tokens)]
+        assert (wanted - torch.tensor(context[place].logprobs)).abs().max() < 1e-4
+
+
+def test_videos_that_the_stock_forward_cannot_compute_leave_pictures_alone(tmp_path: Path) -> None:
+    folder = make_tiny("glm4v", tmp_path / "tiny")
+    policy = load_policy(str(folder), store=MediaStore(), family="general")
+    assert {"picture", "text"} == policy.chat.modalities
+    assert policy.general is not None
+    assert any("video" in note for note in policy.general.notes)
+    with pytest.raises(ModelError, match="cannot take video"):
+        policy.chat.render([user(clip(policy.chat.store, 1, 4, 56, 56), "what?")])

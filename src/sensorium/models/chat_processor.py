@@ -120,7 +120,6 @@ class ChatProcessor:
         self.family, self.media_format, self.vocab_size = family, media_format, vocab_size
         self.tokenizer, self.processor = tokenizer, processor
         self.store, self.decoder = store, decoder or Decoder(store)
-        self.modalities = frozenset(["text", *media_format.placeholders])
         self._table = TokenTable(tokenizer, vocab_size, media_format.written_tokens)
         self._renderer = ChatRenderer(tokenizer, self.owner, self._table, media_format)
         self.append_only = self._renderer.append_only
@@ -131,6 +130,11 @@ class ChatProcessor:
         self.forbidden_ids = tuple(sorted(special - {*self.stop_ids, *self._table.written}))
         self.prepared = PreparedMedia(self.decoder, media_format.preprocessors, media_bytes)
         self._layouts = Layouts(media_format, self.prepared)
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """What a message may hold: text, and kinds of media."""
+        return frozenset(["text", *self.media_format.placeholders])
 
     @property
     def owner(self) -> Any:

@@ -24,6 +24,7 @@ from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, na
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.decoding import FrameRule
 from sensorium.vocabulary.errors import MediaError, ModelError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
     from torch import Tensor
+
+    from sensorium.data.video import DecodedVideo
 else:
     np, torch, Image = DeferredModule("numpy"), DeferredModule("torch"), DeferredModule("PIL.Image")
 
@@ -41,8 +44,10 @@ NOT_INPUTS = ("input_ids", "attention_mask", "labels")
 # What a processor calls the media of each kind, what it has for them, and how configs name the tokens that take features.
 WORDS: dict[MediaKind, tuple[str, str, tuple[str, ...], str]] = {
     "picture": ("image", "images", ("image_processor",), "image|vision|visual"),
+    "video": ("video", "videos", ("video_processor",), "image|vision|visual|video"),
     "sound": ("audio", "audio", ("feature_extractor", "audio_processor"), "audio|speech|sound"),
 }
+TRIAL_CLIPS = ((4, 56, 56), (6, 112, 84), (8, 56, 84))  # frames, width, height
 TRIAL_SIZES = ((56, 56), (704, 416), (120, 540))  # of pictures that most processors treat differently
 TRIAL_SECONDS = (0.5, 1.25, 0.8)
 WORD = "red"  # a text before and after a medium
@@ -147,16 +152,19 @@ class StockProcessor:
             raise ModelError(f"its processor writes no token that takes features of a {self.kind}: it drops it")
         # A key may have the shape of one medium's ids by chance (a grid of three numbers, three ids).
         self.type_keys = tuple(sorted(key for key in made if all(_is_per_token(key, call) for call in found)))
-        self._own_ends = self._text_before(ids[0]), self._text_after(ids[0])
-        within = self._call(media[:1], text=f"{WORD}{self.placeholder}{WORD}")["input_ids"][0].tolist()
-        after, _, self.tail = self._text_after(within).partition(WORD)
-        self.ends = self._text_before(within).rpartition(WORD)[2], after
+        if self.kind != "video":  # at whose ends may be times, which are other ones for each
+            self._own_ends = self._text_before(ids[0]), self._text_after(ids[0])
+            within = self._call(media[:1], text=f"{WORD}{self.placeholder}{WORD}")["input_ids"][0].tolist()
+            after, _, self.tail = self._text_after(within).partition(WORD)
+            self.ends = self._text_before(within).rpartition(WORD)[2], after
+        places = range(len(media))
         try:
-            pairs = {place: self._call([media[0], media[place]], between) for place in range(len(media))}
+            pairs = {place: self._call([media[0], media[place]], between) for place in places}
             marks = self._tokenizer(between, add_special_tokens=False)["input_ids"]
             self.numbered = bool(between) and pairs[1]["input_ids"][0].tolist() != ids[0] + marks + ids[1]
-        except ValueError:  # it takes one medium a text (GLM-ASR)
-            pairs = {place: self._call([media[0], media[place]], apart=True) for place in range(len(media))}
+        except ValueError:  # it takes one medium a text (GLM-ASR), or videos of one size alone
+            several = places[:1] if self.kind == "video" else places
+            pairs = {place: self._call([media[0], media[place]], apart=self.kind != "video") for place in several}
         for key in sorted(made.keys() - {*self.type_keys, *NOT_INPUTS}):
             if not all(isinstance(call.get(key), torch.Tensor) for call in (*found, *pairs.values())):
                 raise ModelError(f"its processor gives '{key}' of a {self.kind} in a form that is no tensor")
@@ -181,13 +189,19 @@ class StockProcessor:
         _, argument, *_ = WORDS[self.kind]
         given: Any = list(media)
         options: dict[str, Any] = {"text_kwargs": {"padding": True}} if apart else {}
+        if self.kind == "video":  # whose frames were sampled already
+            options |= {"do_sample_frames": False, "video_metadata": [video_metadata(clip) for clip in media]}
+            given = [torch.from_numpy(clip.frames.transpose(0, 3, 1, 2).copy()) for clip in media]
         if self.kind == "picture" and self._nested:
             given = [[medium] for medium in given] if apart else [given]
         if self.kind == "sound":
             options["sampling_rate"] = self.rate
         texts = [self.placeholder] * len(media) if apart else [text or between.join([self.placeholder] * len(media))]
         made = self._processor(text=texts, **{argument: given}, return_tensors="pt", add_special_tokens=False, **options)
-        return dict(made)
+        lists = {
+            key: torch.tensor(value) for key, value in made.items() if isinstance(value, list) and self.kind == "video"
+        }
+        return {**made, **lists}
 
     def _text_before(self, ids: Sequence[int]) -> str:
         """Ordinary text before the first special token."""
@@ -247,6 +261,8 @@ class StockProcessor:
 
 def trial_media(kind: MediaKind, rate: int) -> list[Any]:
     """Media of different sizes."""
+    if kind == "video":
+        return [_trial_clip(*size) for size in TRIAL_CLIPS]
     if kind == "sound":
         times = [np.arange(round(rate * seconds)) / rate for seconds in TRIAL_SECONDS]
         return [np.sin(2 * np.pi * 440 * (i + 1) * time_N).astype("float32") / 2 for i, time_N in enumerate(times)]
@@ -258,8 +274,34 @@ def trial_media(kind: MediaKind, rate: int) -> list[Any]:
     return pictures
 
 
+def _trial_clip(frames: int, width: int, height: int) -> DecodedVideo:
+    """Frames of a brightness that rises, two a second of a file of four."""
+    from sensorium.data.video import DecodedVideo
+
+    levels = np.arange(frames * height * width * 3).reshape(frames, height, width, 3) * 255 // (frames * height * width * 3)
+    indices = 2 * np.arange(frames)
+    size = width, height
+    return DecodedVideo(levels.astype("uint8"), indices / 4, 4.0, frames / 2, size, 0.0, frames / 2, indices, 0.5)
+
+
+def video_metadata(clip: DecodedVideo) -> Any:
+    """What a processor wants to know of frames that were sampled already."""
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(
+        total_num_frames=max(int(clip.indices[-1]) + 1, round(clip.duration_s * clip.source_fps)),
+        fps=clip.source_fps, width=clip.size[0], height=clip.size[1], duration=clip.duration_s,
+        video_backend="pyav", frames_indices=clip.indices.tolist(),
+    )  # fmt: skip
+
+
 class GeneralMedia(DefaultMedia):
-    """Pictures and sounds as the checkpoint's own processor writes them. ``left_out``: kinds it cannot take, and why."""
+    """Pictures, videos and sounds as the checkpoint's own processor writes them.
+
+    ``left_out``: kinds it cannot take, and why.
+    """
+
+    frame_rule = FrameRule("middle")
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.company: Company | None = None  # found by the first check of the model's weights
@@ -277,24 +319,31 @@ class GeneralMedia(DefaultMedia):
         for kind, (block, _, parts, words) in WORDS.items() if speaks else ():
             part = next((found for name in parts if (found := getattr(processor, name, None)) is not None), None)
             ids = frozenset(token for key, tokens in features if re.match(words, key) for token in tokens)
-            if part is None or getattr(config, f"{block.replace('image', 'vision')}_config", part) is None:
+            tower = {"image": "vision", "video": "vision"}.get(block, block)
+            if part is None or getattr(config, f"{tower}_config", part) is None:
                 continue
             try:
                 if not ids:
                     raise ModelError(f"its config.json names no token that takes its features ({block}_token_id)")
                 found = self._find(kind, block, processor, getattr(part, "sampling_rate", 0), ids)
+                placeholder = processor.tokenizer.convert_tokens_to_ids(found.placeholder)
+                if placeholder in self.placeholders.values():
+                    raise ModelError(
+                        f"its chat template shows a {kind} by the token of another kind ('{found.placeholder}')"
+                    )
             except Exception as error:  # whatever a processor raises that cannot be used
                 named = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
                 self.left_out[kind] = named + (str(error).splitlines() or [""])[0].rstrip(".")
                 continue
             self.stock[kind] = self.preprocessors[kind] = found
-            self.placeholders[kind] = processor.tokenizer.convert_tokens_to_ids(found.placeholder)
+            self.placeholders[kind] = placeholder
             self.stand_ins[found.placeholder] = self.placeholders[kind]  # some tokenizers do not mark it as special
             self.tail = self.tail or found.tail
             if any(found.ends):
                 self.joined[kind] = ("", *found.ends)
         if self.left_out and not self.stock:
             raise ModelError(". ".join(self.notes) + ". What it cannot be shown it could not learn from either.")
+        self.mixes = True  # pictures and videos in one forward
         self.type_keys = tuple(sorted({key for found in self.stock.values() for key in found.type_keys}))
 
     def _find(self, kind: MediaKind, block: str, processor: Any, rate: int, ids: frozenset[int]) -> StockProcessor:
@@ -310,6 +359,12 @@ class GeneralMedia(DefaultMedia):
             except Exception as error:
                 failed = error
         raise failed
+
+    def leave_out(self, kind: MediaKind, reason: str) -> None:
+        """Take no media of a kind any more."""
+        for table in (self.placeholders, self.preprocessors, self.stock):
+            del table[kind]
+        self.left_out[kind] = reason
 
     @property
     def notes(self) -> list[str]:

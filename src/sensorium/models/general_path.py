@@ -52,7 +52,9 @@ BOUND = 1e-3
 QUESTION = "What is this?"
 NARROW_BOUND = 0.3  # of a mean over the distribution, in bfloat16
 ANSWERS = ("A square.", "A ring.")
-MORE_SIZES = {"picture": ((64, 64), (180, 260)), "sound": ((0.5, 0.0), (1.25, 0.0))}
+# What stock code raises of inputs that it cannot compute.
+FAILURES = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+MORE_SIZES = {"picture": ((64, 64), (180, 260)), "video": ((64, 64), (112, 84)), "sound": ((0.5, 0.0), (1.25, 0.0))}
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,8 @@ class General:
     def _fit(self, chat: ChatProcessor, media: Sequence[Media]) -> bool:
         """Whether media may be computed in one forward."""
         media_format = _format_of(chat)
+        if not media_format.mixes and {"picture", "video"} <= {item.kind for item in media}:
+            return False
         shapes: dict[tuple[MediaKind, str], list[tuple[int, ...]]] = {}
         for item, prepared in zip(media, chat.prepared.get(media), strict=True):
             assert isinstance(prepared, StockInput), "its processors make no other"
@@ -218,8 +222,8 @@ class General:
         """Refuse a thread whose media cannot be computed in one forward: of different sizes, where that changes them."""
         if not self._fit(chat, row.media):
             raise MediaError(
-                f"{row.media[0].name}: this model takes several media in one thread only where they are of one size: its "
-                "towers compute otherwise together than alone. Cut them to one size, or show one a thread."
+                f"{row.media[0].name}: this model takes several media in one thread only where they are of one size and "
+                "kind: its towers compute otherwise together than alone. Cut them to one size, or show one a thread."
             )
 
     def inputs(self, chat: ChatProcessor, rows: Sequence[StockRow], side: Literal["left", "right"]) -> dict[str, Tensor]:
@@ -463,7 +467,13 @@ class SelfCheck:
         try:
             with torch.no_grad(), self._naming():
                 kinds: Sequence[MediaKind | None] = self._kinds or (None,)
-                self._attention(kinds)
+                if len(kinds) > 1 and "video" in kinds:
+                    kinds = self._kinds = tuple(kind for kind in self._kinds if kind != "video")
+                    self._attention(kinds)
+                    self._videos()
+                    kinds = self._kinds
+                else:
+                    self._attention(kinds)
                 for kind in kinds:
                     self._turns(kind)
                 media_format.company = self._company(kinds)  # type: ignore[attr-defined]
@@ -489,6 +499,25 @@ class SelfCheck:
                 wrong = "is not switched back to torch's fused kernels by this version of transformers"
                 self._model.set_attn_implementation("eager")
         self.notes.append(f"its attention {wrong}, so that it is computed without them (eager), more slowly")
+
+    def _videos(self) -> None:
+        """Take videos too, unless the model's own code cannot compute what its processor makes of them."""
+        noted = len(self.notes)
+        try:
+            self._turns("video")
+            self._kinds = (*self._kinds, "video")
+        except FAILURES as error:
+            del self.notes[noted:]
+            named = "" if isinstance(error, ModelError) else f"its own forward fails: {type(error).__name__}: "
+            self._chat.media_format.leave_out("video", named + str(error).rstrip("."))  # type: ignore[attr-defined]
+            return
+        if "picture" in self._kinds:
+            media = [self._medium("picture", 0, False), self._medium("video", 0, False)]
+            try:
+                self._full(self._row([self._chat.render([Message("user", (*media, Text(QUESTION)))])]))
+            except FAILURES:
+                self._chat.media_format.mixes = False  # type: ignore[attr-defined]
+                self.notes.append("a thread shows pictures or videos: its own forward fails on both together")
 
     def _turns(self, kind: MediaKind | None) -> None:
         first = self._turn(kind, 0)
@@ -624,8 +653,9 @@ class SelfCheck:
         import numpy as np
         from PIL import Image
 
+        from sensorium.data.made_media import encode_clip
         from sensorium.data.sound import encode_wav
-        from sensorium.vocabulary.decoding import AudioParameters
+        from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 
         first, second = MORE_SIZES[kind][size]
         if kind == "sound":
@@ -635,6 +665,12 @@ class SelfCheck:
             return self.chat.store.put(encode_wav(samples, rate), "sound", "check.wav", AudioParameters(sample_rate=rate))
         across, down = np.meshgrid(np.linspace(0, 1, int(first)), np.linspace(0, 1, int(second)))
         levels = np.stack([across, down, (across + down) % 1], axis=2)
+        if kind == "video":
+            bright_T = np.linspace(0, 1, 4 + 4 * size)[:, None, None, None]
+            frames = ((levels * bright_T if another else levels * (1 - bright_T)) * 255).astype("uint8")
+            return self._chat.store.put(
+                encode_clip(frames, 4.0), "video", "check.mp4", VideoParameters(frames=len(frames) // 2)
+            )
         data = io.BytesIO()
         Image.fromarray(((1 - levels if another else levels) * 255).astype("uint8")).save(data, "PNG")
         return self.chat.store.put(data.getvalue(), "picture", "check.png")
@@ -677,7 +713,7 @@ class SelfCheck:
             raise
         except ModelError as error:
             raise ModelError(f"the general path cannot train this {self._model.config.model_type}: {error}.") from error
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+        except FAILURES as error:
             raise ModelError(
                 f"the general path cannot train this {self._model.config.model_type}: its own forward fails on what its "
                 f"own processor gives: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}."

@@ -244,7 +244,7 @@ class ChatRenderer:
 
     def _content(self, message: Message) -> Any:
         for item in message.media:
-            if item.kind not in self._kind_of.values():
+            if item.kind not in self._format.placeholders:
                 raise ModelError(f"this model cannot take {item.kind} {item.name}; use a family that can.")
             if item.sound is not None and not self._hears_in_video:
                 raise ModelError(

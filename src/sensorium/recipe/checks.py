@@ -72,8 +72,8 @@ STATES_APART = (
 )
 GENERAL_ALONE = (
     "the general path (checkpoints of families without an adapter, model.family: general) computes whole rows by the "
-    "model's own forward, in one process. It has no learner ranks, matched precision, router loss or replay. Use "
-    "cluster.learners: 1, or a checkpoint of a family that docs/guides/families.md names."
+    "model's own forward. Learner ranks, matched precision, router loss and replay need the layers that an adapter names. "
+    "Use cluster.learners: 1, or a checkpoint of a family that docs/guides/families.md names."
 )
 ADDRESS = re.compile(r"(\w+://)?([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 NO_ROUTES = (
