@@ -509,14 +509,14 @@ class SelfCheck:
         except FAILURES as error:
             del self.notes[noted:]
             named = "" if isinstance(error, ModelError) else f"its own forward fails: {type(error).__name__}: "
-            self._chat.media_format.leave_out("video", named + str(error).rstrip("."))  # type: ignore[attr-defined]
+            self.chat.media_format.leave_out("video", named + str(error).rstrip("."))  # type: ignore[attr-defined]
             return
         if "picture" in self._kinds:
-            media = [self._medium("picture", 0, False), self._medium("video", 0, False)]
+            media = [self.medium("picture", 0, False), self.medium("video", 0, False)]
             try:
-                self._full(self._row([self._chat.render([Message("user", (*media, Text(QUESTION)))])]))
+                self._full(self._row([self.chat.render([Message("user", (*media, Text(QUESTION)))])]))
             except FAILURES:
-                self._chat.media_format.mixes = False  # type: ignore[attr-defined]
+                self.chat.media_format.mixes = False  # type: ignore[attr-defined]
                 self.notes.append("a thread shows pictures or videos: its own forward fails on both together")
 
     def _turns(self, kind: MediaKind | None) -> None:
@@ -668,7 +668,7 @@ class SelfCheck:
         if kind == "video":
             bright_T = np.linspace(0, 1, 4 + 4 * size)[:, None, None, None]
             frames = ((levels * bright_T if another else levels * (1 - bright_T)) * 255).astype("uint8")
-            return self._chat.store.put(
+            return self.chat.store.put(
                 encode_clip(frames, 4.0), "video", "check.mp4", VideoParameters(frames=len(frames) // 2)
             )
         data = io.BytesIO()

@@ -200,8 +200,13 @@ class VllmEngine:
             refuse_family(policy.family, dtype, on_cpu=on_cpu)
         refuse_dtype(dtype, on_cpu=on_cpu)
         refuse_adapters(policy.family, groups, on_cpu=on_cpu)
+        unsampled = frozenset(() if policy.general is None else ("video",))  # whose frames vLLM would choose itself
         self.capabilities = Capabilities(
-            policy.chat.modalities, deterministic=False, sampling=SAMPLING_OPTIONS, in_flight=True, own_weights=True
+            policy.chat.modalities - unsampled,
+            deterministic=False,
+            sampling=SAMPLING_OPTIONS,
+            in_flight=True,
+            own_weights=True,
         )
         self.version = policy.version
         self.restarts = 0
