@@ -174,11 +174,12 @@ def general_note(recipe: Recipe) -> str:
     if others:
         raise RecipeError(GENERAL_ALONE)
     size = recipe.batch.group_size
+    decodes = " and decodes without CUDA graphs, kernels and kept prefixes"
     return (
-        "model: the general path, by the model's own forward and cache. It shares no prompt in updates and decodes without "
-        f"CUDA graphs, kernels and kept prefixes: of a prompt as long as its answer, updates compute {2 * size} lengths a "
-        f"group where families with an adapter compute {size + 1} ({2 * size / (size + 1):.1f} times); each further turn "
-        "computes its context again"
+        "model: the general path, by the model's own forward and cache. It shares no prompt in updates"
+        f"{'' if recipe.rollout.engine.name == 'vllm' else decodes}: of a prompt as long as its answer, updates compute "
+        f"{2 * size} lengths a group where families with an adapter compute {size + 1} ({2 * size / (size + 1):.1f} "
+        "times); each further turn computes its context again"
     )
 
 
