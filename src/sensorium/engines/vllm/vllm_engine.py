@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -438,7 +439,11 @@ class VllmEngine:
         try:
             return self._ask(message)
         except EngineError as error:
-            lost = EngineLost(f"the push of weights of version {message['version']} into vLLM failed: {error}")
+            told = shorten(str(error), 500, placeholder=" …").rstrip(".")  # vLLM lists all names that it knows
+            lost = EngineLost(
+                f"the push of weights of version {message['version']} into vLLM failed: {told}."
+                f"{'' if self._renamed_model is None else ' If it has other names for them, use rollout.engine: native.'}"
+            )
             self._running().actor.fail(lost)
             raise lost from error
 
