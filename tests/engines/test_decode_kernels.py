@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps
+from sensorium.engines.native.delta_states import StateSlots
 from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
@@ -292,10 +293,11 @@ def test_norms_may_be_centred(kernels: TorchOps, dtype: torch.dtype, rows: int) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [6, 40])
 @pytest.mark.parametrize("sizes", [(16, 32, 16, 16), (1, 3, 40, 24)])  # projections in parts, and one by one
+@pytest.mark.parametrize("steps", [0, 3, 6])  # with updates that wait so many steps, or none
 def test_a_delta_net_step_by_step(
-    kernels: TorchOps, dtype: torch.dtype, rows: int, sizes: tuple[int, int, int, int]
+    kernels: TorchOps, dtype: torch.dtype, rows: int, sizes: tuple[int, int, int, int], steps: int
 ) -> None:
-    """Three steps, so that windows and states are those that the kernel left; two rows are on the scratch slot."""
+    """Windows and states are those that the kernel left; two rows are on the scratch slot."""
     net = delta_net(256, *sizes, dtype=dtype)
     _, groups, size, value = sizes
     slots = torch.randperm(rows + 3, generator=torch.Generator().manual_seed(0))[:rows].to(DEVICE)
@@ -307,7 +309,13 @@ def test_a_delta_net_step_by_step(
             normal(rows + 3, 3, net.conv_dim, dtype=dtype, seed=2),
             normal(rows + 3, groups, size, value, seed=3),
         )
-        outs = [ops.mix(net, normal(rows, 256, dtype=dtype, seed=i), windows, states, slots)[slots > 0] for i in range(3)]
+        held, outs = StateSlots([windows], [states]), []
+        for i in range(steps or 2):
+            waiting = held.waiting(0) if steps and ops is kernels else None
+            outs.append(ops.mix(net, normal(rows, 256, dtype=dtype, seed=i), windows, states, slots, waiting)[slots > 0])
+            if waiting is not None:
+                held.count(slots)
+        held.settle(slots)
         assert torch.equal(states[kept], normal(rows + 3, groups, size, value, seed=3)[kept])
         results.append([*outs, windows[used], states[used]])
     for found, expected in zip(*results, strict=True):

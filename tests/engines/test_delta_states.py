@@ -98,12 +98,23 @@ def test_the_fused_step_with_kernels(bench: Bench, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(DecodeRunner, "_fast_ops", lambda _: TritonOps())
     engine = engine_of(bench, "pages")
     context = [bench.policy.chat.render([user(bench.picture(1), "what?")])]
-    requests = [
-        ask(f"{i}", context, Sampling(temperature=0.8, max_new_tokens=1 + i, stop_tokens=False), order=(i,), key=i)
-        for i in range(3)
-    ]
-    for request, response in zip(requests, generate(engine, *requests), strict=True):
-        assert_exact(bench, [*request.context, response.segment])
+    threads = [list(context) for _ in range(3)]
+    for turn in range(2):
+        requests = [
+            ask(
+                f"{i}",
+                thread,
+                Sampling(temperature=0.8, max_new_tokens=1 + 3 * i, stop_tokens=False),
+                order=(i, turn),
+                key=i,
+            )
+            for i, thread in enumerate(threads)
+        ]
+        for thread, response in zip(threads, generate(engine, *requests), strict=True):
+            thread.append(response.segment)
+            assert_exact(bench, thread)
+            thread.append(bench.policy.chat.extend([user("and now?")], after=response.segment))
+    assert (engine.counters.prefills, engine.counters.extensions) == (1, 3)
     writer = engine._writer
     assert isinstance(writer, PagedWriter)
     assert (type(writer._runner._step), type(writer._runner._ops)) == (FusedStep, TritonOps)

@@ -438,17 +438,60 @@ def _number(projected, at, step, kind: tl.constexpr, PARTS: tl.constexpr):
     return value.to(kind).to(tl.float32)
 
 
+def settle_states(states: Tensor, updates: Tensor, decays: Tensor, counts: Tensor, slots_B: Tensor) -> None:
+    """Apply the updates that wait beside the states of some slots (``StateSlots``); their counts are left."""
+    _, groups, size, value = states.shape
+    narrow = min(32, triton.next_power_of_2(value))
+    _settle[(len(slots_B), groups, triton.cdiv(value, narrow))](
+        states, updates, decays, counts, slots_B,
+        MOST=updates.shape[1], GROUPS=groups, SIZE=size, VALUE=value, K=triton.next_power_of_2(size), V=narrow, num_warps=1,
+        num_stages=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _settle(
+    states, updates, decays, counts, slots,
+    MOST: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    slot = tl.load(slots + tl.program_id(0))
+    group = tl.program_id(1)
+    k = tl.arange(0, K)
+    v = tl.program_id(2) * V + tl.arange(0, V)
+    both = (k < SIZE)[:, None] & (v < VALUE)[None, :]
+    place = states + (slot * GROUPS + group) * SIZE * VALUE + k[:, None] * VALUE + v[None, :]
+    count = tl.load(counts + slot)
+    if count > 0:
+        held = tl.load(place, mask=both, other=0.0)
+        held = _updated(held, updates, decays, slot, group, count, k, v, MOST, GROUPS, SIZE, VALUE)
+        tl.store(place, held, mask=both)
+
+
+@triton.jit
+def _updated(
+    state, updates, decays, slot, group, count, k, v,
+    MOST: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """A state after the updates that wait beside it."""
+    for i in range(count):
+        at = (slot * MOST + i) * GROUPS + group
+        key = tl.load(updates + at * (SIZE + VALUE) + k, mask=k < SIZE, other=0.0)
+        added = tl.load(updates + at * (SIZE + VALUE) + SIZE + v, mask=v < VALUE, other=0.0)
+        state = state * tl.load(decays + at) + key[:, None] * added[None, :]
+    return state
+
+
 @triton.jit(do_not_specialize=["rows"])
 def delta_next(
-    columns, beta, decay, states, slots, rate, shift, out, rows, scale,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr,
+    columns, beta, decay, states, updates, decays, counts, slots, rate, shift, out, rows, scale,
+    PARTS: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
+    VALUE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The gated delta rule (``delta_rule``) for one token per row; beta and decay before their activations.
 
-    Each state is read and written once, in its slot, by programs for some of its values: of one warp, they need no sums
-    over warps. A step ends with launches that wait for all before them, so what the step before wrote is there before this
-    step's last launch is done.
+    Each state is read once, in its slot, by programs for some of its values: of one warp, they need no sums over warps. It
+    is written where ``MOST`` updates wait beside it; else the token's update joins them. A step ends with launches that
+    wait for all before them, so what the step before wrote is there before this step's last launch is done.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -459,8 +502,13 @@ def delta_next(
     key_inside = k < SIZE
     inside = v < VALUE
     both = key_inside[:, None] & inside[None, :]
-    place = states + (tl.load(slots + row) * groups + group) * SIZE * VALUE + k[:, None] * VALUE + v[None, :]
-    state = tl.load(place, mask=both, other=0.0, eviction_policy="evict_first")
+    slot = tl.load(slots + row)
+    place = states + (slot * groups + group) * SIZE * VALUE + k[:, None] * VALUE + v[None, :]
+    state = tl.load(place, mask=both, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    count = 0
+    if MOST > 0:
+        count = tl.load(counts + slot)
+        state = _updated(state, updates, decays, slot, group, count, k, v, MOST, groups, SIZE, VALUE)
     after_previous(AHEAD)
     kind: tl.constexpr = out.dtype.element_ty
     begin = columns + row * (2 * keys + groups * VALUE)
@@ -477,9 +525,18 @@ def delta_next(
     fall = _number(decay, row * width + decay_from + group, rows * width, kind, PARTS)
     fall += tl.load(shift + group).to(tl.float32)
     fall = tl.where(fall > 20.0, fall, tl.log(1.0 + tl.exp(fall))) * tl.exp(tl.load(rate + group).to(tl.float32))
-    held = state.to(tl.float32) * tl.exp(-fall)
+    fall = tl.exp(-fall)
+    held = state * fall
     added = (value - tl.sum(held * key[:, None], 0)) * opened
     held += key[:, None] * added[None, :]
+    if MOST > 0:
+        at = (slot * MOST + count) * groups + group
+        waits = count < MOST
+        first = waits & (tl.program_id(2) == 0)
+        tl.store(updates + at * (SIZE + VALUE) + k, key, mask=key_inside & first)
+        tl.store(updates + at * (SIZE + VALUE) + SIZE + v, added, mask=inside & waits)
+        tl.store(decays + at, fall, mask=first)
+        both = both & (count >= MOST)
     tl.store(place, held.to(states.dtype.element_ty), mask=both, eviction_policy="evict_first")
     seen = tl.sum(held * query[:, None], 0)
     tl.store(out + (row * groups + group) * VALUE + v, seen.to(kind), mask=inside)

@@ -54,6 +54,7 @@ class TritonOps(TorchOps):
     """The operations as kernels; what is truncated (top-k, top-p) is drawn by torch, which sorts."""
 
     name = "triton"
+    defers = True
 
     def __init__(self, noted: Callable[[str], None] | None = None) -> None:
         """With ``noted``, ``RowAttention`` may attend to few rows; ``noted`` gets the reason where it cannot."""
@@ -256,11 +257,19 @@ class TritonOps(TorchOps):
         )  # fmt: skip
         return out_BHD.flatten(1)
 
-    def mix(self, net: Any, x_BW: Tensor, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
+    def mix(
+        self,
+        net: Any,
+        x_BW: Tensor,
+        windows_NWC: Tensor,
+        states_NGKV: Tensor,
+        slots_B: Tensor,
+        waiting: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """A delta net's projections in two products, its convolution, the rule, and its gated norm."""
         heads, groups, size, value = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
         if net.activation != "silu":
-            return super().mix(net, x_BW, windows_NWC, states_NGKV, slots_B)
+            return super().mix(net, x_BW, windows_NWC, states_NGKV, slots_B, waiting)
         x_BW, conv, channels, rows = x_BW.contiguous(), net.conv1d, net.conv_dim, x_BW.shape[0]
         ahead, width, keys = launch_ahead(x_BW), window_size(net), triton.next_power_of_2(size)
         (parts, mixed, gates), (number_parts, beta, decay) = self.together(
@@ -277,9 +286,10 @@ class TritonOps(TorchOps):
         )  # fmt: skip
         narrow = min(32, triton.next_power_of_2(value))
         delta_next[(rows, groups, triton.cdiv(value, narrow))](
-            columns_BC, beta, decay, states_NGKV, slots_B, net.A_log, net.dt_bias, seen_BN, rows, size**-0.5,
-            PARTS=number_parts, HEADS=heads, SHARE=groups // heads, SIZE=size, VALUE=value, K=keys, V=narrow,
-            num_warps=max(1, keys // 128), **ahead,
+            columns_BC, beta, decay, states_NGKV, *(waiting or (states_NGKV,) * 3), slots_B, net.A_log, net.dt_bias,
+            seen_BN, rows, size**-0.5,
+            PARTS=number_parts, MOST=0 if waiting is None else waiting[0].shape[1], HEADS=heads, SHARE=groups // heads,
+            SIZE=size, VALUE=value, K=keys, V=narrow, num_warps=max(1, keys // 128), num_stages=1, **ahead,
         )  # fmt: skip
         gated_norm_next[(rows, triton.cdiv(groups, GROUPS))](
             seen_BN, gates, net.norm.weight, out_BN, rows, net.norm.variance_epsilon,

@@ -208,6 +208,7 @@ class TorchOps:
     """The operations, one torch call after another."""
 
     name = "torch"
+    defers = False  # whether updates of delta nets' states wait beside them
 
     def __init__(self) -> None:
         self.branching = False
@@ -332,8 +333,20 @@ class TorchOps:
         seen_BN = attend(query_BHD, keys_NKPD, values_NKPD, rows.table_BP, rows.lengths_B, scaling).flatten(1)
         return seen_BN * gate_BHD[0].flatten(1) if gate_BHD else seen_BN
 
-    def mix(self, net: Any, x_BW: Tensor, windows_NWC: Tensor, states_NGKV: Tensor, slots_B: Tensor) -> Tensor:
-        """A delta net up to its output projection, [B, G · V], for one new token per row, as ``delta``."""
+    def mix(
+        self,
+        net: Any,
+        x_BW: Tensor,
+        windows_NWC: Tensor,
+        states_NGKV: Tensor,
+        slots_B: Tensor,
+        waiting: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """A delta net up to its output projection, [B, G · V], for one new token per row, as ``delta``.
+
+        ``waiting``: updates, decays and counts beside the states (``StateSlots``); only kernels let updates wait.
+        """
+        assert waiting is None
         x_B1W = x_BW[:, None]
         tokens = tokens_of(net, net.in_proj_qkv(x_B1W), net.in_proj_b(x_B1W), net.in_proj_a(x_B1W))
         seen_B1GV = self.delta(net, tokens, windows_NWC, states_NGKV, slots_B)

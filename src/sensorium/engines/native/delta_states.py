@@ -21,6 +21,8 @@ from torch import Tensor
 from sensorium.models.delta_net import DeltaState, DeltaTokens, advance, is_delta, window_size
 from sensorium.models.segment_layout import sent_to
 
+WAITING = 3  # of more, reading them takes what writing a state less often saves
+
 
 def layer_places(language_model: Any) -> list[int]:
     """The place of every layer among those of its kind: [0, 1, 2, 0, 3, …] of three delta nets, attention, a delta net."""
@@ -89,13 +91,70 @@ def _grown(tensor: Tensor, rows: int) -> Tensor:
 
 
 class StateSlots(RowStates):
-    """States in slots that rows take and give back. Slot 0 is scratch: padding rows, and rows that ended, work on it."""
+    """States in slots that rows take and give back. Slot 0 is scratch: padding rows, and rows that ended, work on it.
+
+    Half the traffic of a delta net's decode step is writing its states. So kernels may let the updates of ``WAITING``
+    tokens wait beside a state, and write it with the next one::
+
+        tokens since the state was written   0            1                 2                      3
+        beside it                            -            (key, value, decay) of 1, 2, 3 tokens    written, with four
+
+    Whatever else reads or writes a slot settles it first.
+    """
 
     def __init__(self, windows: Sequence[Tensor] = (), states: Sequence[Tensor] = ()) -> None:
         super().__init__(windows, states)
         self._free: list[int] = []
         self._count = 1
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._counts_N = torch.zeros(0, dtype=torch.int64)
         super().reserve(1)
+
+    def waiting(self, place: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Updates (key and value) and decays that wait beside a net's states, and how many in each slot."""
+        if not self._waiting:
+            device = self.states[0].device
+            self._counts_N = torch.zeros(len(self.states[0]), dtype=torch.int64, device=device)
+            for state in self.states:
+                slots, groups, size, value = state.shape
+                self._waiting.append(
+                    (state.new_zeros(slots, WAITING, groups, size + value), state.new_zeros(slots, WAITING, groups))
+                )
+        return (*self._waiting[place], self._counts_N)
+
+    def count(self, slots_B: Tensor) -> None:
+        """Every delta net has taken a token of these slots."""
+        self._counts_N.add_(self._among(slots_B)).remainder_(WAITING + 1)
+
+    def settle(self, slots: Sequence[int] | Tensor) -> None:
+        """Apply what waits beside the states of some slots."""
+        if not self._waiting or not len(slots):
+            return
+        from sensorium.kernels.decode_triton import settle_states
+
+        slots_B = slots if isinstance(slots, Tensor) else sent_to(self._counts_N.device, torch.tensor(list(slots)))
+        for state, updates in zip(self.states, self._waiting, strict=True):
+            settle_states(state, *updates, self._counts_N, slots_B)
+        self._counts_N.masked_fill_(self._among(slots_B), 0)
+
+    def _among(self, slots_B: Tensor) -> Tensor:
+        """Whether each slot is among these. Not by an index that writes: those sort where torch is deterministic."""
+        return (torch.arange(len(self._counts_N), device=slots_B.device)[:, None] == slots_B).any(1)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots onto other slots."""
+        self.settle([*sources, *targets])
+        super().copy(sources, targets)
+
+    def take(self, row: int) -> tuple[DeltaState, ...]:
+        """What a slot has in each delta net, as tensors of their own with one row."""
+        self.settle([row])
+        return super().take(row)
+
+    def put(self, row: int, kept: Sequence[DeltaState]) -> None:
+        """Copy stored states into a slot."""
+        self.settle([row])
+        super().put(row, kept)
 
     @property
     def held(self) -> int:
@@ -108,6 +167,9 @@ class StateSlots(RowStates):
         if self and missing > 0:
             more = max(missing, self._count // 2)
             super().reserve(self._count + more)
+            self._waiting = [(_grown(x, self._count + more), _grown(y, self._count + more)) for x, y in self._waiting]
+            if self._waiting:
+                self._counts_N = _grown(self._counts_N, self._count + more)
             self._free = sorted([*self._free, *range(self._count, self._count + more)], reverse=True)
             self._count += more
 
@@ -138,6 +200,9 @@ class DeltaRows:
         fresh: bool = False,
         lengths_B: Tensor | None = None,
     ) -> None:
+        if isinstance(states, StateSlots):
+            assert isinstance(rows, Tensor)
+            states.settle(rows)
         self._states, self._places, self._rows = states, places, rows
         self._fresh, self._lengths_B = fresh, lengths_B
 

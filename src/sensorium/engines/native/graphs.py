@@ -194,7 +194,8 @@ class FusedStep:
             if isinstance(layer, MixerParts):
                 net: Any = layer.mixer
                 windows_NWC, states_NGKV = pool.states.windows[place], pool.states.states[place]
-                seen_BN = ops.mix(net, normed_BW, windows_NWC, states_NGKV, rows.slots_B)
+                waiting = pool.states.waiting(place) if ops.defers else None
+                seen_BN = ops.mix(net, normed_BW, windows_NWC, states_NGKV, rows.slots_B, waiting)
                 normed_BW, sum_BW = ops.add_product(product_of(net.out_proj), seen_BN, sum_BW, layer.between)
             else:
                 query = ops.project(layer, normed_BW, angles, rows, pool.block[place])
@@ -202,6 +203,8 @@ class FusedStep:
                 fine = torch.float16 if layer.fine else None
                 normed_BW, sum_BW = ops.add_product(layer.out, seen_BN, sum_BW, layer.between, fine)
             normed_BW, sum_BW = self._inner(layer, normed_BW, sum_BW, norm)
+        if pool.states and ops.defers:
+            pool.states.count(rows.slots_B)
         return policy.head_logits(normed_BW)
 
     def _inner(
@@ -382,9 +385,11 @@ class DecodeRunner:
         bound = BOUNDS[self._policy.dtype] * (WIDER if wider else 1)
         used = replace(rows, table_BP=rows.table_BP[:, :pages])  # plain torch reads the whole table
         states, slots_B = self._pool.states, rows.slots_B
+        states.settle(slots_B)
         held = [tensor.index_select(0, slots_B) for tensor in states.tensors]
 
         def put_back() -> None:
+            states.settle(slots_B)  # nothing waits afterwards
             for tensor, before in zip(states.tensors, held, strict=True):
                 tensor.index_copy_(0, slots_B, before)
 
