@@ -110,7 +110,7 @@ class Session:
     def play_eagerly(self) -> None:
         """Wait no longer for slow environments before every token. What is batched together then follows the clock."""
         engine = cast(NativeEngine, self.engine)
-        engine.scheduler.lockstep = False
+        engine.scheduler.stop_lockstep()
         engine.capabilities = replace(engine.capabilities, deterministic=False, lockstep=False)
 
     def forget_played(self) -> None:

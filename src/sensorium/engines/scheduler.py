@@ -85,6 +85,11 @@ class TickScheduler:
         if self._open:
             raise EngineError(f"the weights changed while {len(self._open)} responses were open; finish the rollout first.")
 
+    def stop_lockstep(self) -> None:
+        """Wait for nobody any longer."""
+        self.lockstep = False
+        self._happened()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """No tick begins inside; others may ask."""
@@ -137,7 +142,7 @@ class TickScheduler:
     async def _all_wait(self) -> None:
         """Wait until every live episode waits for the engine, and nothing else happens."""
         quiet, seen = 0, self._events
-        while quiet < QUIET_TURNS and self._open:
+        while quiet < QUIET_TURNS and self._open and self.lockstep:
             if len(self._open) >= self._live:
                 await asyncio.sleep(0)
                 quiet = quiet + 1 if seen == self._events else 0

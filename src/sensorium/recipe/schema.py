@@ -362,7 +362,7 @@ class RolloutSection(Section):
         default="auto",
         description="lockstep repeats bit for bit; eager does not wait for slow environments and does not repeat; "
         "auto: lockstep, but eager with vLLM, several engines or `schedule: asynchronous`, which "
-        "cannot repeat, and after the first step where environments are slow",
+        "cannot repeat, and from the first step on where environments are slow",
     )
     temperature: float = Field(default=1.0, ge=1e-6, description="of the policy: the same in sampling and in training")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling: total probability to sample from")

@@ -5,6 +5,7 @@ samples while an update is in flight. A step is a function of recipe, seed, step
 a resumed run repeats the uninterrupted one.
 """
 
+import asyncio
 import gc
 import os
 import time
@@ -53,6 +54,7 @@ NOTED_COMPILING_S = 5.0
 ACCURACY = "eval/accuracy"
 DEMONSTRATIONS_LOOKED_AT = 8
 SLOW_SHARE = 0.15  # of the first rollout that is spent waiting for environments
+LOOK_EVERY_S = 2.0
 
 
 class Trainer:
@@ -157,9 +159,9 @@ class Trainer:
 
     async def _step(self) -> tuple[dict[str, float], Evidence]:
         """One step of RL; returns its row of metrics, and the evidence for its health."""
-        clock, waited_s = Clock(self.session, self._announce), self.session.lockstep_waited_s
+        clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
-        collected = await self.schedule.collect(step, clock)
+        collected = await self._collect(step, clock)
         episodes = [episode for group in collected.played for episode in group.episodes]
         if any(episode.status == Status.ABORTED and episode.failure != CANCELLED for episode in episodes):
             self._refuse_ruined()  # the engine refuses to sample from logits that are not finite
@@ -186,8 +188,6 @@ class Trainer:
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         row |= self.schedule.take_waits(row["time/step_s"])
-        if self.step == recipe.warm_start.steps:
-            self._play_eagerly_if_slow(row, self.session.lockstep_waited_s - waited_s)
         return row, Evidence(
             groups,
             collected.fates,
@@ -196,19 +196,35 @@ class Trainer:
             await self._unrewarded_demonstrations(groups),
         )
 
-    def _play_eagerly_if_slow(self, row: dict[str, float], waited_s: float) -> None:
-        """After the first step of RL: ``rollout.schedule: auto`` is eager from here on if environments are slow."""
-        if self.recipe.rollout.schedule != "auto" or not self.session.engine.capabilities.lockstep:
-            return
-        calls_s, rollout_s = row.get("time/environment_mean_s", 0.0), row["time/rollout_s"]
-        if calls_s < SLOW_CALL_S or waited_s < SLOW_SHARE * rollout_s:
+    async def _collect(self, step: int, clock: Clock) -> CollectedStep:
+        """Collect a step. In the first of RL, see whether environments are slow, where ``rollout.schedule`` is auto."""
+        first = self.step == self.recipe.warm_start.steps and self.recipe.rollout.schedule == "auto"
+        if not first or not self.session.engine.capabilities.lockstep:
+            return await self.schedule.collect(step, clock)
+        began, waited_s = time.perf_counter(), self.session.lockstep_waited_s
+        collecting = asyncio.create_task(self.schedule.collect(step, clock))
+        try:
+            while not self.eager and not collecting.done():
+                await asyncio.wait({collecting}, timeout=LOOK_EVERY_S)
+                counted = self.session.rollout.pool.counters
+                call_s = counted.ran_s / max(1, counted.calls)
+                if collecting.done():
+                    call_s = collecting.result().metrics.get("time/environment_mean_s", 0.0)
+                self._play_eagerly_if_slow(call_s, self.session.lockstep_waited_s - waited_s, time.perf_counter() - began)
+            return await collecting
+        finally:
+            collecting.cancel()
+            await asyncio.wait({collecting})
+
+    def _play_eagerly_if_slow(self, call_s: float, waited_s: float, seconds: float) -> None:
+        if call_s < SLOW_CALL_S or waited_s < SLOW_SHARE * seconds:
             return
         self.eager = True
         self.session.play_eagerly()
         self.watcher.noted(
-            f"environments are slow ({calls_s:.2g} s a call): in lockstep others waited for them in {waited_s:.2g} of "
-            f"{rollout_s:.2g} s, so rollout.schedule: auto is eager from here on, also when the run is resumed. What "
-            "follows does not repeat bit for bit; rollout.schedule: lockstep would, and wait."
+            f"environments are slow ({call_s:.2g} s a call): in lockstep others waited for them in {waited_s:.2g} of "
+            f"{seconds:.2g} s, so rollout.schedule: auto is eager from here on, also when the run is resumed. What follows "
+            "does not repeat bit for bit; rollout.schedule: lockstep would, and wait."
         )
 
     async def _unrewarded_demonstrations(self, groups: Sequence[Group]) -> tuple[int, int, int]:

@@ -141,7 +141,8 @@ def environment_metrics(pool: WorkerPool) -> dict[str, float]:
     counted = pool.take_counters()
     if not counted.calls:
         return {}
-    busy = {"time/environments_busy": min(1.0, counted.ran_s / counted.lived_s)} if counted.lived_s else {}
+    lived_s = max(counted.ran_s, counted.lived_s - counted.waited_s)
+    busy = {"time/environments_busy": counted.ran_s / lived_s} if counted.lived_s else {}
     return busy | {
         "time/environment_mean_s": counted.ran_s / counted.calls,
         "time/environment_max_s": counted.ran_most_s,
