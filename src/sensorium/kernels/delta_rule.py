@@ -24,6 +24,7 @@ from sensorium.kernels.first_use import fall_back, trying
 Result = tuple[Tensor, Tensor]
 # How far results and gradients in 16 bits may be from the reference in float32, relative to the largest.
 BOUND = 0.02
+CHUNK = 64
 
 
 @lru_cache(maxsize=1)
@@ -95,14 +96,58 @@ def fla_chunks(
 
     Unless ``final`` the state after the last token is None.
     """
-    chunks: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    import_module("fla.ops.gated_delta_rule")
     mend_decay_gradient()
     take_one_tiling()
-    out, after = chunks(
-        query_BTHK, key_BTHK, value_BTGV, g=decay_BTG, beta=beta_BTG, initial_state=state_BGKV, output_final_state=final,
-        use_qk_l2norm_in_kernel=True, cu_seqlens=ends_R1,
-    )  # fmt: skip
+    out, after = _Chunks.apply(query_BTHK, key_BTHK, value_BTGV, decay_BTG, beta_BTG, state_BGKV, ends_R1, final)
     return out, after
+
+
+class _Chunks(torch.autograd.Function):
+    """The library's function, but in bfloat16 with results computed from float16, as those of attention are.
+
+    Its kernels round normed queries and keys, corrected values and states to the dtype of their inputs, where a step of
+    decoding rounds nothing. Gradients are computed in the inputs' dtype, whose range they need.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+        ends_R1: Tensor | None,
+        final: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        rule: Any = import_module("fla.ops.gated_delta_rule.chunk")
+        kind, value, beta = query.dtype, value.contiguous(), beta.contiguous()
+        fine = torch.float16 if kind == torch.bfloat16 else kind
+        (query, query_scale), (key, key_scale) = (rule.l2norm_fwd(x.to(fine).contiguous()) for x in (query, key))
+        ctx.runs = {
+            "scale": query.shape[-1] ** -0.5, "cu_seqlens": ends_R1,
+            "chunk_indices": None if ends_R1 is None else rule.prepare_chunk_indices(ends_R1, CHUNK),
+        }  # fmt: skip
+        summed, out, inverses, after, _, _ = rule.chunk_gated_delta_rule_fwd(
+            q=query, k=key, v=value.to(fine), g=decay.contiguous(), beta=beta.float(), initial_state=state,
+            output_final_state=final, **ctx.runs,
+        )  # fmt: skip
+        query, key, inverses = (x.to(kind) for x in (query, key, inverses))
+        ctx.save_for_backward(query, query_scale, key, key_scale, value, summed, beta, inverses, state)
+        return out.to(kind), after
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rule: Any = import_module("fla.ops.gated_delta_rule.chunk")
+        query, query_scale, key, key_scale, value, summed, beta, inverses, state = ctx.saved_tensors
+        dq, dk, dv, db, dg, dstate, _, _ = rule.chunk_gated_delta_rule_bwd(
+            q=query, k=key, v=value, g=summed, beta=beta, A=inverses, initial_state=state, do=gradients[0].contiguous(),
+            dht=gradients[1], **ctx.runs,
+        )  # fmt: skip
+        dq, dk = rule.l2norm_bwd(query, query_scale, dq), rule.l2norm_bwd(key, key_scale, dk)
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dg.float(), db.to(beta.dtype), dstate, None, None
 
 
 @lru_cache(maxsize=1)
