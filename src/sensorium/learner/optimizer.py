@@ -268,7 +268,7 @@ class StepPlan:
 
 
 class KernelTables:
-    """What ``adam_triton`` reads of the next step of bfloat16 tensors on one device, and the step."""
+    """What ``learner_triton`` reads of the next step of bfloat16 tensors on one device, and the step."""
 
     def __init__(self, tensors: Sequence[ParameterState], rates: Sequence[Rates], device: torch.device) -> None:
         counts = tuple(tensor.gradient.numel() for tensor in tensors if tensor.gradient is not None)
@@ -287,7 +287,7 @@ class KernelTables:
 
     def step(self, scale: Tensor) -> None:
         """Move the weights; gradients are multiplied by ``scale`` on the way."""
-        from sensorium.kernels.adam_triton import adam_step
+        from sensorium.kernels.learner_triton import adam_step
 
         adam_step(self._owners_C, self._table, self._numbers, scale, self._bits)
         torch.autograd.graph.increment_version(self._weights)  # a kernel's writes are not counted by themselves
@@ -322,7 +322,7 @@ def _addresses(tensor: ParameterState) -> list[int]:
 @torch.inference_mode(False)
 def _chunks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
     """The tensor of every chunk, and every tensor's first chunk."""
-    from sensorium.kernels.adam_triton import CHUNK
+    from sensorium.kernels.learner_triton import CHUNK
 
     chunks_N = -(-torch.tensor(counts) // CHUNK)
     owners_C = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), chunks_N)
