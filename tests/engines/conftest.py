@@ -1,8 +1,10 @@
 """Tiny real models, pictures, and a plain transformers forward to hold the engine against."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,15 @@ def make_bench(family: str, folder: Path, device: str = "cpu", dtype: str = "flo
     make_tiny(family, folder, seed=1, initializer_range=0.15, **overrides)
     policy = load_policy(str(folder), store=MediaStore(), device=device, dtype=dtype)
     stock = stock_class(family).from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    without_library_kernels(stock)
     return Bench(policy, stock.eval())
+
+
+def without_library_kernels(stock: Any) -> None:
+    """Let stock delta nets run by transformers' own torch code: flash-linear-attention takes no CPU tensors."""
+    for module in {sys.modules[type(net).__module__] for net in stock.modules() if type(net).__name__.endswith("DeltaNet")}:
+        for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+            setattr(module, name, unwrap(getattr(module, name)))
 
 
 @pytest.fixture(scope="session", autouse=True)

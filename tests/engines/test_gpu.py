@@ -42,7 +42,8 @@ def test_logprobs_on_the_gpu(family: str, dtype: str, tmp_path: Path) -> None:
             thread.append(response.segment)
             thread.append(policy.chat.extend([user(bench.picture(7), "and now?")], after=response.segment))
     assert (engine.counters.prefills, engine.counters.extensions, engine.counters.features) == (3, 6, 4)
-    assert not engine.notes
+    # In float32 torch has no grouped product of experts, and reads sizes on the host.
+    assert bool(engine.notes) == (family.endswith("moe") and dtype == "float32")
     writer = engine._writer
     assert isinstance(writer, PagedWriter)
     assert type(writer._runner._step) is FusedStep

@@ -1,6 +1,7 @@
 """Fused decoder layers give the values and gradients of the stock ones; on a CPU in Triton's interpreter."""
 
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sensorium.kernels import layer_ops
 from sensorium.kernels.layer_parts import UnknownLayer, has_mixer, mixer_of, parts_of
 from sensorium.models import fused
 from sensorium.models.attention import MaskedAttention
+from sensorium.models.delta_net import is_delta
 from sensorium.models.fused import check, fused_layers
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
@@ -50,7 +52,10 @@ def test_a_fused_layer_is_the_stock_layer(family: str, dtype: str, tmp_path: Pat
 @gpu_too
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_5_moe"])
 def test_in_bfloat16_a_wrong_gradient_of_any_tensor_is_found(family: str, tmp_path: Path) -> None:
-    """Without an interpreter: it has no bfloat16. The fused layer's is the second gradient that is computed."""
+    """Without an interpreter: it has no bfloat16. The fused layer's is every second gradient that is computed.
+
+    A delta net amplifies roundings: tensors of the tiny stock layer itself are up to 20 % off.
+    """
     policy = policy_of(family, tmp_path, "bfloat16")
     policy.model.requires_grad_(True)
     layers = policy.adapter.language_model.layers
@@ -58,7 +63,7 @@ def test_in_bfloat16_a_wrong_gradient_of_any_tensor_is_found(family: str, tmp_pa
         parts = mixer_of(layer) if policy.delta_layers else parts_of(layer)
         check(layer, fused.FusedLayer(parts), policy.adapter.rotary)
         for name, parameter in layer.named_parameters():
-            factors = iter((1.0, 1.05))
+            factors = cycle((1.0, 1.5 if is_delta(layer) else 1.1))
             hook = parameter.register_hook(lambda gradient, factors=factors: gradient * next(factors))
             with pytest.raises(UnknownLayer, match=name):
                 check(layer, fused.FusedLayer(parts), policy.adapter.rotary)

@@ -239,9 +239,9 @@ def test_the_tower_encodes_a_medium_the_same_alone_and_among_others(pairs: Pairs
     assert list(together) == media
     for item in media:
         alone = pair.policy.encode([item])[item]
-        close(together[item].embeds_NH, alone.embeds_NH, 1e-6)
+        close(together[item].embeds_NH, alone.embeds_NH, 5e-6)  # libraries sum products of other sizes in another order
         for level, other in zip(together[item].deepstack_NH, alone.deepstack_NH, strict=True):
-            close(level, other, 1e-6)
+            close(level, other, 5e-6)
 
 
 @pytest.mark.parametrize("family", HEARING)

@@ -273,9 +273,10 @@ def refuse_adapters(family: str, groups: tuple[str, ...], *, on_cpu: bool) -> No
     """Refuse adapters where vLLM has none."""
     facts = FAMILIES.get(family)
     hears, has_delta_nets = facts is None or bool(facts.audio), facts is not None and facts.has_delta_nets
-    if groups and family == "qwen2_audio":
+    if groups and facts is not None and not facts.vllm_adapters:
         raise RecipeError(
-            "model.lora: vLLM's model of Qwen2-Audio takes no adapters. Train all weights, or use rollout.engine: native."
+            f"model.lora: vLLM's model of family '{family}' takes no adapters. Train all weights, or use rollout.engine: "
+            "native."
         )
     if strange := sorted({*groups} - (frozenset() if hears else TOWER_GROUPS) - {"language"}):
         raise RecipeError(

@@ -138,6 +138,7 @@ class Qwen2Audio(DefaultModel):
         tables=("embed_positions",),
         names=("2-audio",),
         vllm=True,
+        vllm_adapters=False,
         renamed=True,
     )
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
