@@ -63,10 +63,10 @@ Recomputation = bool | Literal["selective"]
 BOUND = 1e-5
 # Of a gated delta net, which amplifies roundings: in six trials of tiny ones the fused layer was 1e-6 to 2e-5 off.
 DELTA_BOUND = 5e-5
-# In 16 bits both are rounded: how far off a tensor of the fused layer may be, in norm, relative to how far that of the stock
-# layer is from the layer in float32 (or to the median of those distances, if larger). Some gradients are sums that nearly
-# cancel: of keys' biases in Qwen2.5-VL-3B's shape the stock layer is 0.015 to 0.02 off (median 0.006), of a tiny delta
-# net's decay 0.02 to 0.08, of its convolution up to 0.1. The fused layer is held against both, and the nearer counts.
+# In 16 bits both are rounded: how far off a tensor of the fused layer may be, in norm, relative to how far that of the
+# stock layer is from the layer in float32 (or to the median of those distances, if larger). Some gradients are sums that
+# nearly cancel: of keys' biases in Qwen2.5-VL-3B's shape the stock layer is 0.015 to 0.02 off (median 0.006), of a tiny
+# delta net's decay 0.02 to 0.08, of its convolution up to 0.1. The fused layer is held against both; the nearer counts.
 FACTOR = 2.0
 DRAWS = 4  # random inputs of a trial in 16 bits: a decay's gradient has a number for each head, too few for one draw
 TRIAL_TOKENS = 48

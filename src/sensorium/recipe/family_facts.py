@@ -58,12 +58,12 @@ class FamilyFacts:
     ``unloaded``: patterns of published weights that are left out on purpose. ``names``: what published names contain.
     ``requires``: a package it cannot do without, and why. ``vllm``: its log-probs from vLLM were held to the native
     engine's, so that engine may sample it; ``vllm_adapters``: its LoRA too. ``turned_experts``: published experts have
-    their last two axes the other way round. ``renamed``: transformers renames its published weights. ``query_bias``, ``query_norm``: whether queries and keys
-    (and values) of its own language model have biases, or norms; ``query_gate``: its queries come with a gate of the same
-    size. ``sandwich``: norms stand before and after attention and MLP, whose gate and up are one layer. ``light_tower``:
-    the blocks of its vision tower are functions that keep little for the backward pass (``models/tower.py``).
-    ``stands_in``: ``sensorium validate`` takes its tiny model in place of a checkpoint that is not on this machine and
-    whose name tells no family.
+    their last two axes the other way round. ``renamed``: transformers renames its published weights. ``query_bias``,
+    ``query_norm``: whether queries and keys (and values) of its own language model have biases, or norms;
+    ``query_gate``: its queries come with a gate of the same size. ``sandwich``: norms stand before and after attention
+    and MLP, whose gate and up are one layer. ``light_tower``: the blocks of its vision tower are functions that keep
+    little for the backward pass (``models/tower.py``). ``stands_in``: ``sensorium validate`` takes its tiny model in
+    place of a checkpoint that is not on this machine and whose name tells no family.
     """
 
     prefix: str
