@@ -379,7 +379,10 @@ def fused_layers(model: Any, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Te
         for i in kinds.values():
             check(layers[i], fused[i], rotary)
     except Exception as error:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
-        fall_back(f"the language model runs through its stock layers, which is slower: {str(error).splitlines()[0]}")
+        fall_back(
+            "the language model runs through its stock layers, which is slower and takes more memory than the forecast "
+            f"(model.gradient_checkpointing: true lowers it): {str(error).splitlines()[0]}"
+        )
         return LayerStack(layers, model.norm)
     return LayerStack(fused, partial(fused[0].norm, norm=last), torch.float32)
 
@@ -388,6 +391,7 @@ def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tupl
     """Compare a fused layer with the stock one on random input; raises ``UnknownLayer`` where they disagree."""
     weight, stock_layer = layer.input_layernorm.weight, _with_products(layer)
     narrow = weight.dtype != torch.float32
+    wide = deepcopy(stock_layer).float() if narrow else None
     generator, squares = torch.Generator().manual_seed(0), []
     for _ in range(DRAWS if narrow else 1):
         drawn = [torch.randn(1, TRIAL_TOKENS, weight.shape[0], generator=generator) for _ in range(2)]
@@ -405,7 +409,7 @@ def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tupl
                 entered = hidden.float().requires_grad_()
                 out = fused(entered, **given)
                 found = [out, *_gradients(out, entered, layer, gradient, layer)]
-        expected = _in_float32(layer, rotary, hidden, positions, gradient, routes) if narrow else stock
+        expected = stock if wide is None else _in_float32(wide, layer, rotary, hidden, positions, gradient, routes)
         squares.append(_squared_errors(found, stock, expected))
     own, from_stock, from_expected, size = torch.stack(squares).sum(0).unbind(1)
     scale = size.sqrt().clamp(min=1e-20)
@@ -425,6 +429,7 @@ def check(layer: Any, fused: FusedLayer, rotary: Callable[[Tensor, Tensor], tupl
 
 
 def _in_float32(
+    wide: Any,
     layer: Any,
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     hidden: Tensor,
@@ -432,7 +437,7 @@ def _in_float32(
     gradient: Tensor,
     routes: Tensor | None,
 ) -> list[Tensor | None]:
-    wide, entered = deepcopy(_with_products(layer)).float(), hidden.float().requires_grad_()
+    entered = hidden.float().requires_grad_()
     with torch.enable_grad(), nullcontext() if routes is None else replaying(routers_of([wide]), routes):
         out = wide(entered, position_embeddings=rotary(entered, positions), sensorium_attention=MaskedAttention())
         return [out, *_gradients(out, entered, wide, gradient.float(), layer)]
