@@ -5,6 +5,7 @@ python -m bench step --workload W0|W1|W2|W3|OMNI|Q35|A3B [--steps 3] [--lora 0] 
                      [--precision fast|matched] [--replay] [--peers]
 python -m bench experts [--lora 32] [--tokens-per-microbatch 14100] [--profile]
 python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
+python -m bench all [--limit-s 540] [--cases W1,Q35] [--out all.json]
 python -m bench curves
 python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench kernels --workload W1|W2|W3 [--steps 3] [--limit-s 500] [--known FILE] [--out kernels.json]
@@ -25,6 +26,7 @@ The others need a CUDA GPU. Weights are random: speed does not depend on their v
 SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
 ``schedules`` times the three schedules in one run (``bench/compared_schedules.py``): of a GSM8K
 run's work (``text``) or W1; ``--slow``: with environments that take 0.2 to 1 s a turn; ``--tiny``: on a CPU.
+``all`` runs what is held to a baseline, case by case (``bench/all_workloads.py``).
 ``experts`` compares forms of a mixture's experts and replayed routes in one process (``bench/experts.py``).
 ``kernels`` times steps with every kernel switched off in turn (``bench/kernel_times.py``).
 ``export`` measures memory and needs 60 GiB of disk (without a LoRA rank 110 to save the optimizer too); ``--tiny`` runs it
@@ -50,7 +52,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "what", choices=["step", "engines", "rollout", "curves", "kernels", "export", "experts", "schedules"]
+        "what", choices=["all", "step", "engines", "rollout", "curves", "kernels", "export", "experts", "schedules"]
     )
     parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35", "A3B", "text"])
     parser.add_argument("--slow", action="store_true", help="schedules: with environments that take 0.2 to 1 s a turn")
@@ -72,8 +74,9 @@ def main() -> None:
     parser.add_argument("--only", choices=["native", "vllm"], help="of the engines")
     parser.add_argument("--push", default="auto", choices=["auto", "ipc", "file"], help="how vLLM gets its weights")
     parser.add_argument("--limit-s", type=float, default=900.0, help="for each engine, its start included; of kernels")
+    parser.add_argument("--cases", help="all: some of them, by name, with commas between")
     parser.add_argument("--known", type=Path, help="kernels: an earlier result; what it settles is left out")
-    parser.add_argument("--out", type=Path, default=Path("kernels.json"), help="kernels: where the table goes")
+    parser.add_argument("--out", type=Path, help="kernels, all: where the result goes (kernels.json, all.json)")
     parser.add_argument("--scratch", type=Path, help="where the export writes; default: a temporary folder")
     parser.add_argument("--tiny", action="store_true", help="export, engines and schedules: on a tiny model")
     given = parser.parse_args()
@@ -107,6 +110,14 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit("these workloads need a CUDA GPU, and torch sees none; on a CPU run: python bench/w0.py")
+    if given.what == "all":
+        from all_workloads import CASES, time_all
+
+        cases = given.cases.split(",") if given.cases else list(CASES)
+        if strange := [case for case in cases if case not in CASES]:
+            sys.exit(f"there is no case {strange[0]!r}; the cases are: {', '.join(CASES)}")
+        print(json.dumps(time_all(cases, given.limit_s, given.out or Path("all.json")), indent=1))
+        return
     logging.disable(logging.WARNING)
     if given.what == "export":
         _export(given)
@@ -148,7 +159,13 @@ def main() -> None:
         from kernel_times import time_kernels
 
         result = time_kernels(
-            given.workload, work, given.steps, given.tokens_per_microbatch, given.limit_s, given.known, given.out
+            given.workload,
+            work,
+            given.steps,
+            given.tokens_per_microbatch,
+            given.limit_s,
+            given.known,
+            given.out or Path("kernels.json"),
         )
     elif given.what == "engines":
         result = _engines(given, work)

@@ -1,7 +1,10 @@
 """The parts of the bench that need no GPU."""
 
 import asyncio
+import json
+import os
 import runpy
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
@@ -54,6 +57,22 @@ def test_responses_of_a_step_have_the_lengths_of_the_tail(monkeypatch: pytest.Mo
     for number in (0, 1):
         asked = [asyncio.run(engine.generate(request, None)) for _ in range(8)]
         assert asked == [length for group in work.lengths(number) for length in group]
+
+
+def test_a_case_is_compared_with_the_baseline_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(BENCH.parent)
+    cases = runpy.run_path(str(BENCH / "all_workloads.py"))
+    today = json.loads(cases["BASELINES"].read_text())["today"]
+    assert {command for name, command in cases["CASES"].items() if name in ("W1", "Q35", "W2", "W3", "A3B")} <= set(today)
+    baseline = today[cases["CASES"]["W1"]]
+    assert cases["over"](baseline | {"step_s": 1.1 * baseline["step_s"]}, baseline) == pytest.approx(1.1)
+    assert cases["over"]({"tokens_per_s": 50.0}, {"tokens_per_s": 100.0}) == 2.0
+    assert cases["over"]({"step_s": 1.0}, {}) == 0.0
+    around = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = cases["_result"](cases["CASES"]["W1"] + " --unknown", 60, around)
+    assert found.startswith("failed:")
+    assert "--unknown" in found
+    assert cases["_result"](cases["CASES"]["W1"], 5, {}).startswith("not run")
 
 
 def test_engines_are_summed_up_by_what_a_step_took_and_how_far_their_log_probs_are(monkeypatch: pytest.MonkeyPatch) -> None:
