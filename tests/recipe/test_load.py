@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml as pyyaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
+from sensorium.recipe import Recipe, dump_recipe, load_recipe, parse_recipe, yaml
 from sensorium.recipe.load import shipped_recipes
 from sensorium.recipe.registry import resolve
 from sensorium.recipe.yaml import read_yaml
@@ -71,6 +72,24 @@ def test_loading_a_recipe_imports_no_torch(tmp_path: Path) -> None:
 def test_numbers_are_numbers_and_words_are_words() -> None:
     data, _ = read_yaml("[1e-6, 1E5, .5, 010, 0x10, no, on, 1:30, 2024-01-01, true, ~, -3, '7']", "list")
     assert data == [1e-6, 1e5, 0.5, 10, 16, "no", "on", "1:30", "2024-01-01", True, None, -3, "7"]
+
+
+@pytest.mark.parametrize(
+    "text", [GOOD, "a: [1, 0x1f, 007, no, ~]\nb: 'ü\u2028'\n'c':\n- |\n  two\n  lines\n- {d: -1e-6}\n"]
+)
+def test_a_text_means_the_same_with_and_without_libyaml(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pyyaml.__with_libyaml__, "what these tests install has it"
+    fast, (value, lines) = yaml._composed(text)[0], read_yaml(text, "text")
+    assert isinstance(fast, pyyaml.CSafeLoader)
+    monkeypatch.setattr(yaml, "DEEPEST", 0)
+    assert not isinstance(yaml._composed(text)[0], pyyaml.CSafeLoader)
+    assert read_yaml(text, "text") == (value, lines)
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, "- " * 50_000 + "x", "{a: " * 50_000, "? " * 50_000])
+def test_a_text_that_is_nested_too_deep_does_not_end_the_process(text: str) -> None:
+    with pytest.raises(RecipeError, match="deep"):
+        read_yaml(text, "text")
 
 
 def test_overrides_reach_keys_list_items_and_options() -> None:
