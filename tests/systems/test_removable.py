@@ -43,6 +43,9 @@ CHILD = """
 import contextlib, importlib, io, json, pkgutil, sys
 from pathlib import Path
 
+for name in [one for one in sys.modules if one.split(".")[0] == "sensorium"]:  # the server's: it is imported from the copy
+    del sys.modules[name]
+
 from sensorium.cli.main import main
 
 def run(*arguments):
@@ -143,6 +146,7 @@ def test_a_system_is_imported_by_its_own_files_alone() -> None:
     assert coupled == {}
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("system", sorted(RECIPES))
 def test_a_system_can_be_removed(system: str, tmp_path: Path) -> None:
     package = without(system, tmp_path)
