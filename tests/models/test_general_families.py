@@ -18,11 +18,15 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+from sensorium.assembly import models
 from sensorium.cli.export import export
 from sensorium.data.media_store import MediaStore
 from sensorium.data.sound import encode_wav
 from sensorium.envs.protocol import Observation, StepResult
+from sensorium.models.load import load_policy
+from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
+from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.load import parse_recipe
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Media, Message, system, user
@@ -31,6 +35,7 @@ from tests.general_checkpoints import GENERAL, make_checkpoint, model_class
 from tests.recipes import quick
 
 from .clips import noise
+from .test_families_table import PAGE, general_row
 from .test_general_checkpoints import sound
 
 Json = dict[str, Any]
@@ -284,8 +289,19 @@ LINEAR = ("minicpmv4_6", "qwen3_next")  # whose states round otherwise in chunks
 
 
 @pytest.mark.parametrize(("name", "kind"), TRAINED)
-def test_a_run_computes_what_transformers_computes(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_run_computes_what_transformers_computes(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the table of docs/guides/families.md has the line that loading found out."""
     row, model = GENERAL[name], make_checkpoint(name, tmp_path / "model", 1)
+    lines = list[str]()
+
+    def noted(path: str, **options: Any) -> Policy:
+        policy = load_policy(path, **options)
+        lines.append(general_row(name, Path(path), policy))
+        return policy
+
+    monkeypatch.setattr(models, "load_policy", noted)
     costly = (name, kind) == ("phi4_multimodal", "image")  # 450 tokens a picture
     batch = {"prompts_per_step": 1 if costly else 2, "group_size": GROUP}
     run = play(
@@ -293,6 +309,7 @@ def test_a_run_computes_what_transformers_computes(name: str, kind: str, tmp_pat
     )
     check_run(run, model, 5e-5 if name in LINEAR else 1e-5, attention=row.attention, one_turn=name == "paligemma2")
     check_export(run, model, tmp_path / "out")
+    assert lines[0] in PAGE.read_text() or name in FAMILIES
 
 
 @pytest.mark.parametrize(
