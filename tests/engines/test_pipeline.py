@@ -41,13 +41,16 @@ def paged(bench: Bench, **options: object) -> NativeEngine:
     return NativeEngine(bench.policy, kv="pages", **options)  # type: ignore[arg-type]
 
 
-def crowd(bench: Bench, kinds: list[Sampling], members: int = 3) -> list[Request]:
-    """Groups of different prompts and lengths, so that the batch keeps changing its size."""
+def crowd(bench: Bench, kinds: list[Sampling], members: int = 3, lengths: tuple[int, int] = (7, 11)) -> list[Request]:
+    """Groups of different prompts and lengths, so that the batch keeps changing its size.
+
+    ``lengths``: by how much responses are longer from group to group, and from member to member.
+    """
     requests = []
     for i, kind in enumerate(kinds):
         context = [bench.policy.chat.render([user(bench.picture(i % 2), "what? " * (1 + 9 * (i % 3)))])]
         for member in range(members):
-            sampling = Sampling(**{**vars(kind), "max_new_tokens": 5 + 7 * i + 11 * member})
+            sampling = Sampling(**{**vars(kind), "max_new_tokens": 5 + lengths[0] * i + lengths[1] * member})
             requests.append(ask(f"{i}/{member}", context, sampling, order=(i, member), key=10 * i + member))
     return requests
 
@@ -61,15 +64,19 @@ def same(found: list[Response], expected: list[Response]) -> None:
             assert torch.allclose(*pair, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "record"),
-    [(KINDS, True), ([Sampling(stop_tokens=False)] * 4, False)],
-    ids=["mixed, fused", "plain, stock"],
-)
-def test_pages_give_what_rows_give(watching: Bench, kinds: list[Sampling], record: bool) -> None:
-    expected = generate(NativeEngine(watching.policy, record=False), *crowd(watching, kinds))
-    engine = paged(watching, record=record)
-    same(generate(engine, *crowd(watching, kinds)), expected)
+def test_pages_give_what_rows_give(watching: Bench) -> None:
+    """By the fused step, with every kind of sampling in one batch."""
+    pages_give_what_rows_give(watching, True, crowd(watching, KINDS, members=2, lengths=(2, 9)))
+
+
+def test_pages_give_what_rows_give_by_stock_layers(vision: Bench) -> None:
+    pages_give_what_rows_give(vision, False, crowd(vision, [Sampling(stop_tokens=False)] * 4, members=2))
+
+
+def pages_give_what_rows_give(bench: Bench, record: bool, requests: list[Request]) -> None:
+    expected = generate(NativeEngine(bench.policy, record=False), *requests)
+    engine = paged(bench, record=record)
+    same(generate(engine, *requests), expected)
     assert engine.counters.decoded_tokens == sum(len(response.segment.tokens) for response in expected)
     assert not engine.notes
 
@@ -117,7 +124,7 @@ def test_a_response_that_stops_is_cut_where_it_stopped(bench: Bench) -> None:
 
 def test_turns_continue_on_kept_keys_and_pages_are_given_back(vision: Bench) -> None:
     policy = vision.policy
-    sampling = Sampling(max_new_tokens=70, stop_tokens=False)
+    sampling = Sampling(max_new_tokens=PAGE // 2 + 5, stop_tokens=False)
 
     def play(engine: NativeEngine) -> list[list[Segment]]:
         threads = [[policy.chat.render([user(vision.picture(i), "what colour? " * 6)])] for i in range(2) for _ in range(2)]
