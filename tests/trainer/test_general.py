@@ -76,10 +76,11 @@ def test_a_resumed_run_repeats_itself_and_what_it_saves_loads_equal(
     trained, before = (load_policy(str(folder), store=MediaStore()).model.state_dict() for folder in (one, source))
     assert trained.keys() == before.keys()
     assert not all(torch.equal(trained[key], before[key]) for key in before)
-    export(one, tmp_path / "out")
-    out = load_policy(str(tmp_path / "out"), store=MediaStore()).model.state_dict()
-    assert all(torch.equal(out[key], trained[key]) for key in trained)
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+    if model:  # adapters; other exports are held to stock classes in tests/models/test_general_families.py
+        export(one, tmp_path / "out")
+        out = load_policy(str(tmp_path / "out"), store=MediaStore()).model.state_dict()
+        assert all(torch.equal(out[key], trained[key]) for key in trained)
+        assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
 
 
 WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
