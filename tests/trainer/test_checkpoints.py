@@ -37,6 +37,14 @@ def learner(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> LocalLe
     return LocalLearner(small(folder / "run"), policy, RunDirectory(folder / "run"))
 
 
+@pytest.fixture(scope="module")
+def plain_learner(tmp_path_factory: pytest.TempPathFactory) -> LocalLearner:
+    """Of a model that is saved in few files."""
+    folder = tmp_path_factory.mktemp("plain")
+    policy = load_policy(str(make_tiny("qwen2", folder / "tiny", num_hidden_layers=1)), store=MediaStore(), device="cpu")
+    return LocalLearner(small(folder / "run"), policy, RunDirectory(folder / "run"))
+
+
 def save_and_die_at(event: int, checkpoints: Checkpoints, learner: LocalLearner) -> bool:
     """Save step 2 in a child that kills itself at the n-th file-system event; True if it lived to the end."""
     child = os.fork()
@@ -58,7 +66,7 @@ def save_and_die_at(event: int, checkpoints: Checkpoints, learner: LocalLearner)
     return not os.WIFSIGNALED(status)
 
 
-def test_a_kill_at_any_write_point_leaves_a_complete_checkpoint(learner: LocalLearner, tmp_path: Path) -> None:
+def test_a_kill_at_any_write_point_leaves_a_complete_checkpoint(plain_learner: LocalLearner, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     checkpoints = Checkpoints(tmp_path, keep=1)
     event, lived = 1, False
@@ -70,8 +78,8 @@ def test_a_kill_at_any_write_point_leaves_a_complete_checkpoint(learner: LocalLe
             checkpoints.clear_after(1)  # what the killed save left
         else:
             checkpoints.clear_after(0)
-            checkpoints.save(1, learner, {"step": 1}, None)
-        lived = save_and_die_at(event, checkpoints, learner)
+            checkpoints.save(1, plain_learner, {"step": 1}, None)
+        lived = save_and_die_at(event, checkpoints, plain_learner)
         complete = checkpoints.complete()
         assert complete, f"killed at event {event}: no complete checkpoint is left"
         assert checkpoints.load(complete[-1]) == {"step": complete[-1]}
