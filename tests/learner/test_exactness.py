@@ -19,24 +19,24 @@ from .played import Groups, Player, distribution, make_learner, open_policy, sto
 GRADIENT_TOLERANCE = 1e-5
 GRADIENT_FLOOR = 1e-7
 LAYOUTS = {
-    "one medium": lambda player: player.single_turn(),
-    "three media": lambda player: player.single_turn(pictures=3),
-    "a medium in turn 3": lambda player: player.conversation(),
-    "windowed threads": lambda player: player.windowed(),
+    "one medium": lambda player: player.single_turn(size=2),
+    "three media": lambda player: player.single_turn(size=3, pictures=3),
+    "a medium in turn 3": lambda player: player.conversation(size=2),
+    "windowed threads": lambda player: player.windowed(turns=3),
 }
 VIDEOS = {
-    "two videos": lambda player: player.single_turn(pictures=0, more=[player.film(), player.film()]),
-    "a video in turn 3": lambda player: player.conversation(late=player.film),
+    "two videos": lambda player: player.single_turn(size=2, pictures=0, more=[player.film(), player.film()]),
+    "a video in turn 3": lambda player: player.conversation(size=2, late=player.film),
 }
 SOUNDS = {
-    "a sound": lambda player: player.single_turn(pictures=0, more=[player.sound()]),
-    "a sound in turn 3": lambda player: player.conversation(late=player.sound),
+    "a sound": lambda player: player.single_turn(size=2, pictures=0, more=[player.sound()]),
+    "a sound in turn 3": lambda player: player.conversation(size=2, late=player.sound),
 }
 BOTH = {
     "sound, video, sound and picture": lambda player: player.single_turn(
-        more=[player.sound(), player.film(), player.sound()]
+        size=2, more=[player.sound(), player.film(), player.sound()]
     ),
-    "a video with its sound inside": lambda player: player.single_turn(more=[player.heard_film()]),
+    "a video with its sound inside": lambda player: player.single_turn(size=2, more=[player.heard_film()]),
 }
 # Those whose gradients are compared; the others differ from them in nothing that a gradient could show.
 DESCENDED = ("three media", "a medium in turn 3", "windowed threads", "two videos",
