@@ -23,13 +23,13 @@ from sensorium.vocabulary import EnvironmentSpec, Task
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 
-pytest.importorskip("mcp.server.mcpserver")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = {"command": [sys.executable, SERVER]}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_server_left() -> Iterator[None]:
+    pytest.importorskip("mcp.server.mcpserver")  # takes seconds, which workers without these tests are spared
     yield
     close_servers()
 
