@@ -27,7 +27,7 @@ ALGORITHMS = {
 TASKS: dict[str, dict[str, Any]] = {
     "shapes": {
         "tasks": {"train": [{"source": "shapes", "options": {"split": "train", "size": 64, "picture_size": 64}}]},
-        "batch": {"prompts_per_step": 4, "group_size": 4},
+        "batch": {"prompts_per_step": 2, "group_size": 4},
         "rollout": {"max_new_tokens": 6},
         "rewards": {"terms": [{"name": "exact"}, {"name": "format", "weight": 0.2}]},
         "optimizer": {"lr": 2e-4},
@@ -45,7 +45,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "sight_and_sound": {
         "tasks": {"train": [{"source": "sight_and_sound", "options": {"size": 24}}]},
-        "batch": {"prompts_per_step": 4, "group_size": 4},
+        "batch": {"prompts_per_step": 2, "group_size": 3},
         "rollout": {"max_new_tokens": 6},
         "rewards": {"terms": [{"name": "exact"}]},
         "optimizer": {"lr": 1e-3},
