@@ -67,7 +67,7 @@ class RandomPlay:
         if grammar is None or chance.random() < 1 / 8:
             return chance.choice(WORDS)
         count = chance.randint(1, min(3, grammar.most_actions))
-        actions = [chance.randrange(len(grammar.names)) for _ in range(count)]
+        actions = [grammar.any_action(chance) for _ in range(count)]
         return grammar.write(actions, **dict.fromkeys(("think", "observation", "reasoning", "prediction"), "?"))
 
 

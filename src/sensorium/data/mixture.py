@@ -117,6 +117,8 @@ class BoundedPlanner:
         self._planner = planner
         self.observes = bool(getattr(planner, "observes", True))
         self._calls = _BoundedCalls(f"tasks.planner: '{name}'", "a step cannot begin before it has its tasks.", deadline_s)
+        if callable(measure := getattr(planner, "metrics", None)):
+            self.metrics = lambda: self._calls.ask("metrics()", measure)
 
     def draw(self, count: int) -> "PlannedTasks":
         drawn: PlannedTasks = self._calls.ask(f"{count} tasks", lambda: self._planner.draw(count))

@@ -1,7 +1,8 @@
 """Environments that are played by named actions, and how a response's answer names them.
 
 An answer that names no action, too many or an unknown one names none at all. With three allowed,
-``<answer>Left, Down</answer>`` is two actions, ``<answer>Left, Jump</answer>`` is none, and so are four.
+``<answer>Left, Down</answer>`` is two actions, ``<answer>Left, Jump</answer>`` is none, and so are four. Actions may have
+parameters, ``<answer>click(320, 200)</answer>`` (``envs/action_calls.py``).
 
 With the grammar ``vagen`` it is as in VAGEN: of four the first three are taken, and of ``Left, Jump`` the first, but the
 response is not valid then.
@@ -15,25 +16,27 @@ from itertools import takewhile
 from typing import Any, Literal, TypedDict
 
 from sensorium.data.media_store import MediaStore
+from sensorium.envs.action_calls import LISTED, MAX_CHARACTERS, POSITION, Call, Signature, read_calls, signature_of
 from sensorium.envs.protocol import Observation, StepResult, one_of, within
 from sensorium.envs.responses import ResponseFormat
 from sensorium.vocabulary.content import Media, Message, Text, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
-
-MAX_CHARACTERS = 10_000  # of an answer or a description; what is longer is not read
+from sensorium.vocabulary.plain import printable
 
 
 @dataclass(frozen=True)
 class ActionTurn:
-    """The actions of a response by number (none where it is invalid), its other sections, and whether it is well formed.
+    """The actions of a response (none where it is invalid), its other sections, and whether it is well formed.
 
-    ``unknown``: an unknown action came after these.
+    Actions are numbers, or calls where they have parameters. ``unknown``: an unknown action came after these. ``reason``:
+    what is wrong where there are none, and what is allowed.
     """
 
-    actions: tuple[int, ...]
+    actions: tuple[Any, ...]
     sections: Mapping[str, str] = field(default_factory=dict)
     well_formed: bool = False
     unknown: bool = False
+    reason: str = field(default="", compare=False)
 
     @property
     def valid(self) -> bool:
@@ -43,17 +46,45 @@ class ActionTurn:
 
 @dataclass(frozen=True)
 class ActionGrammar:
-    """The names of the actions, how many a response may name, and its form. With ``bare`` they need no tag."""
+    """The names of the actions, how many a response may name, and its form. With ``bare`` they need no tag.
+
+    With ``signatures``, one for each name, actions are calls.
+    """
 
     names: tuple[str, ...]
     most_actions: int
     format: ResponseFormat
     bare: bool = False
     separator: str = ","
+    signatures: tuple[Signature, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.bare and self.format.grammar == "vagen":
-            raise RecipeError("bare: VAGEN's grammar takes no action without tags; use one of bare and grammar: vagen.")
+        if self.format.grammar == "vagen" and (self.bare or self.signatures):
+            raise RecipeError(
+                "grammar: vagen takes no bare action and none with parameters; use grammar: own with bare or with these."
+            )
+        if self.signatures and len({name.casefold() for name in self.names}) < len(self.names):
+            raise RecipeError(
+                f"two of the actions {', '.join(self.names)} have one name; capitals do not distinguish them."
+            )
+
+    @classmethod
+    def declared(
+        cls,
+        *actions: str | Signature,
+        response_format: str = "no_think",
+        most_actions: int = 1,
+        bare: bool = False,
+        coordinates: Literal["pixels", "relative"] = "pixels",
+    ) -> "ActionGrammar":
+        """A grammar of actions that are declared as in ``click(x: 0..639, y: 0..479)`` or ``wait``."""
+        signatures = tuple(signature_of(action) if isinstance(action, str) else action for action in actions)
+        untyped = [f"{p.name} of {one}" for one in signatures for p in one.parameters if not p.kind]
+        if untyped:
+            raise RecipeError(f"{untyped[0]} has no type; declare it as in {untyped[0].split()[0]}: 0..639.")
+        signatures = positions(signatures, coordinates)
+        format, names = ResponseFormat(response_format), tuple(signature.name for signature in signatures)
+        return cls(names, most_actions, format, bare, signatures=signatures)
 
     def read(self, response: str) -> ActionTurn:
         """The actions that a response names."""
@@ -64,19 +95,28 @@ class ActionGrammar:
             words = self._words(parsed.answer or "", exact)[: self.most_actions]
             known = list(takewhile(lambda number: number >= 0, words))
             return ActionTurn(tuple(known), parsed.sections, parsed.well_formed, unknown=len(known) < len(words))
-        plain = [answer for answer in parsed.answers if "<" not in answer]
-        words = self._words(plain[-1] if plain else response if self.bare else "", skip_empty=False)
-        actions = () if len(words) > self.most_actions or -1 in words else tuple(words)
+        plain = [answer for answer in parsed.answers if self.signatures or "<" not in answer]
+        answer = plain[-1] if plain else response if self.bare else ""
+        actions: tuple[Any, ...]
+        if not plain and not self.bare:
+            actions, reason = (), f"there is no answer in the form {self.format.shown('…')}"
+        elif self.signatures:
+            actions, reason = read_calls(answer, self.signatures, self.most_actions, self.separator)
+        else:
+            words = self._words(answer, skip_empty=False)
+            actions = () if len(words) > self.most_actions or -1 in words else tuple(words)
+            reason = "" if actions else self._why_not(answer, words)
         well_formed = parsed.well_formed and bool(plain)
-        return ActionTurn(actions, parsed.sections, well_formed or (self.bare and not plain and bool(actions)))
+        well_formed = well_formed or (self.bare and not plain and bool(actions))
+        return ActionTurn(actions, parsed.sections, well_formed, reason=reason)
 
-    def write(self, actions: Sequence[int], **sections: str) -> str:
+    def write(self, actions: Sequence[Any], **sections: str) -> str:
         """A response that names these actions."""
         answer = self.spell(actions)
         return answer if self.bare and not self.format.thinks else self.format.write(answer, **sections)
 
-    def spell(self, actions: Sequence[int]) -> str:
-        return f"{self.separator} ".join(self.names[action] for action in actions)
+    def spell(self, actions: Sequence[Any]) -> str:
+        return f"{self.separator} ".join(map(self._spelled, actions))
 
     def instruction(self) -> str:
         """What to write each turn, for a prompt."""
@@ -85,6 +125,34 @@ class ActionGrammar:
         how = "one action" if many == 1 else f"up to {many} actions, separated by {apart}"
         return f"Answer with {how}, in this form:\n{self.format.shown('your action' if many == 1 else 'your actions')}"
 
+    def listed(self) -> str:
+        """The actions, for a prompt."""
+        if not self.signatures:
+            return f"Actions: {', '.join(self.names)}."
+        return "\n".join(["Actions:", *(f"- {signature.described()}" for signature in self.signatures)])
+
+    def example(self) -> tuple[Any, ...]:
+        """An action, for a prompt."""
+        return (self.signatures[0].call([0.5] * len(self.signatures[0].parameters)) if self.signatures else 0,)
+
+    def any_action(self, chance: random.Random) -> Any:
+        """An action at random."""
+        number = chance.randrange(len(self.names))
+        return self.signatures[number].random(chance) if self.signatures else number
+
+    def _spelled(self, action: Any) -> str:
+        if not isinstance(action, Call):
+            return self.names[action]
+        return action.text or self.signatures[self.names.index(action.name)].write(action)
+
+    def _why_not(self, answer: str, words: Sequence[int]) -> str:
+        if len(answer) > MAX_CHARACTERS:
+            return f"the answer has {len(answer):,} characters; at most {MAX_CHARACTERS:,} are read"
+        if len(words) > self.most_actions:
+            return f"there are {len(words)} actions; give at most {self.most_actions}"
+        wrong = answer.split(self.separator)[words.index(-1)].strip()[:40]
+        return f"'{printable(wrong)}' is no action; there are: {', '.join(self.names[:LISTED])}"
+
     def _words(self, answer: str, exact: bool = False, skip_empty: bool = True) -> list[int]:
         """The actions that an answer names, by number; -1 for an unknown one."""
         if len(answer) > MAX_CHARACTERS:
@@ -92,6 +160,16 @@ class ActionGrammar:
         numbers = {name if exact else name.lower(): number for number, name in enumerate(self.names)}
         words = [word.strip() for word in answer.split(self.separator)]
         return [numbers.get(word if exact else word.lower(), -1) for word in words if word or not skip_empty]
+
+
+def positions(actions: tuple[Any, ...], coordinates: str) -> tuple[Any, ...]:
+    """Actions whose positions are written in pixels, or ``relative``: from 0 to 1000 across the picture."""
+    one_of("actions", "coordinates", coordinates, ["pixels", "relative"])
+    if coordinates == "pixels":
+        return actions
+    if not any(POSITION.fullmatch(p.name) for one in actions if isinstance(one, Signature) for p in one.parameters):
+        raise RecipeError("coordinates: relative: no action has a position; call its parameters x and y, or x1 and y1.")
+    return tuple(signature.relative() for signature in actions)
 
 
 # A state has a set of places for each kind of thing, (row, column) counted from 0 at the top left. A description names
@@ -203,6 +281,7 @@ class TurnEnvironment:
     """What environments with a response format, reward parts and descriptions of the state have in common."""
 
     instant = True
+    category = ""  # the kind of task that the last reset began
 
     def __init__(
         self,
@@ -260,12 +339,13 @@ class ActionEnvironment(TurnEnvironment):
     """
 
     demonstration_noise = 0.0
+    explains = False  # whether an observation says what was wrong with an invalid answer
 
     def __init__(
         self,
         name: str,
         store: MediaStore,
-        actions: tuple[str, ...],
+        actions: Sequence[str] | Sequence[Signature],
         views: Sequence[str],
         rewards: Mapping[str, float],
         *,
@@ -276,23 +356,26 @@ class ActionEnvironment(TurnEnvironment):
     ) -> None:
         super().__init__(name, store, views, rewards, **options)
         within(name, "max_actions_per_turn", max_actions_per_turn, 1, 10**6)
-        self.grammar = ActionGrammar(actions, max_actions_per_turn, self.format, bare, separator)
+        signatures = tuple(action for action in actions if isinstance(action, Signature))
+        names = tuple(action if isinstance(action, str) else action.name for action in actions)
+        self.grammar = ActionGrammar(names, max_actions_per_turn, self.format, bare, separator, signatures)
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         self._seed, self._turn = seed, 0
         self._begin(seed)
         self._over = False
-        return (system(self._rules()),), self._shown(self._above())
+        return (system(self._rules()),), replace(self._shown(self._above()), category=self.category)
 
     def step(self, response: str) -> StepResult:
         """Take the actions that a response names, until one of them ends the episode."""
         self._refuse_over()
         asked = self._read(response)
+        why = asked.reason if self.explains else ""
         before = self._state()
         played = self._play(asked.actions)
         taken = self.grammar.spell(asked.actions[: played.taken])
-        played = replace(played, info={"actions": taken, **played.info})
-        return self._turn_result(asked, played, before, self._state(), lambda: self._shown(self._above(taken)))
+        played = replace(played, info={"actions": taken, **({"wrong": why} if why else {}), **played.info})
+        return self._turn_result(asked, played, before, self._state(), lambda: self._shown(self._above(taken, why)))
 
     def demonstrate(self) -> str:
         """The next actions of a good way; by ``demonstration_noise`` one at random, keyed by seed and turn."""
@@ -300,27 +383,28 @@ class ActionEnvironment(TurnEnvironment):
         actions = self._way()[: self.grammar.most_actions]
         chance = random.Random(f"{self.name}/{self._seed}/{self._turn}")
         if chance.random() < self.demonstration_noise:
-            actions = (chance.randrange(len(self.grammar.names)),)
+            actions = (self.grammar.any_action(chance),)
         return self.grammar.write(actions, **self._thought(actions))
 
-    def _above(self, taken: str | None = None) -> str:
+    def _above(self, taken: str | None = None, why: str = "") -> str:
         """The words above an observation, by the actions that were taken (None: the first observation).
 
-        In full they repeat what was done and what to write; short ones only report an invalid answer.
+        In full they repeat what was done and what to write; short ones only report an invalid answer. ``why`` says what
+        was wrong with it.
         """
+        wrong = f"Nothing was done: {why}." if why else "That was no valid answer; nothing was done."
         if not self.full:
-            return "Not a move." if taken == "" else ""
+            return (wrong if why else "Not a move.") if taken == "" else ""
         form = f"{self.grammar.instruction()}\nYou see:"
         if taken is None:
             return form
-        return f"You took: {taken}.\n{form}" if taken else f"That was no valid answer; nothing was done.\n{form}"
+        return f"You took: {taken}.\n{form}" if taken else f"{wrong}\n{form}"
 
-    def _system_prompt(self, short: str, explained: str, example: tuple[int, ...], **thought: str) -> str:
+    def _system_prompt(self, short: str, explained: str, example: tuple[Any, ...], **thought: str) -> str:
         if not self.full:
             return short
         written = self.grammar.write(example, **thought)
-        names = ", ".join(self.grammar.names)
-        return f"{explained}\nActions: {names}.\n{self.grammar.instruction()}\nFor example: {written}"
+        return f"{explained}\n{self.grammar.listed()}\n{self.grammar.instruction()}\nFor example: {written}"
 
     def _state_instruction(self) -> str:
         """How to describe states on a grid, on a line of its own; empty where the form has no section for it."""

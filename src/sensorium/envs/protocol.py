@@ -11,9 +11,13 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 
 @dataclass(frozen=True)
 class Observation:
-    """What the environment shows next: messages of role user or tool (text and media)."""
+    """What the environment shows next: messages of role user or tool (text and media).
+
+    ``category`` of the first one is the kind of task that this start is; success is measured for each kind.
+    """
 
     messages: tuple[Message, ...]
+    category: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,15 @@ class WatchedEnvironment:
         return getattr(self._inner, name)
 
     def reset(self, seed: int) -> Any:
-        return _then(self._inner.reset(seed), self._after_reset)
+        return then(self._inner.reset(seed), self._after_reset)
 
     def step(self, response: str) -> Any:
         self._before_step(response)
-        return _then(self._inner.step(response), self._after_step)
+        return then(self._inner.step(response), self._after_step)
 
 
-def _then(returned: Any, follow: Callable[[Any], Any]) -> Any:
+def then(returned: Any, follow: Callable[[Any], Any]) -> Any:
+    """What ``follow`` makes of a returned value, or later of an awaitable's."""
     if not isawaitable(returned):
         return follow(returned)
 

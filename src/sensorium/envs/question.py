@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.content import key_of
-from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.protocol import Observation, StepResult, then
 from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Message
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
@@ -80,7 +81,7 @@ class RowsEnvironment:
         task = rows[seed % len(rows)]
         return f"{key_of(task.messages)} {task.answer!r} {task.environment!r}"
 
-    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+    def reset(self, seed: int) -> Any:
         self.close()
         task = self._rows[seed % len(self._rows)]
         spec = task.environment
@@ -91,8 +92,12 @@ class RowsEnvironment:
         else:
             where = f"task {task.id}"
             self._played = build("environment", spec.name, spec.options, where, store=self._store, task=task)
-        first: tuple[tuple[Message, ...], Observation] = self._played.reset(spec.seed if spec else 0)
-        return first
+
+        def named(begun: Any) -> Any:
+            head, first = begun
+            return head, replace(first, category=first.category or str(task.metadata.get("category") or "")[:80])
+
+        return then(self._played.reset(spec.seed if spec else 0), named)
 
     def step(self, response: str) -> StepResult:
         result: StepResult = self._open().step(response)

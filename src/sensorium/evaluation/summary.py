@@ -8,13 +8,14 @@ is the task: samples of one task are alike, so more of them make that task's num
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb, sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 from sensorium.runs.episodes import messages_to_json
-from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.episode import Episode, Status, category_of
+from sensorium.vocabulary.metric_names import MOST_CATEGORIES, OTHER_CATEGORIES
 from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
 
@@ -104,7 +105,7 @@ def sample_of(task: Task, position: int, episode: Episode, extracted: str | None
         task=task.id,
         position=position,
         index=episode.index,
-        category=str(task.metadata.get("category", "all")),
+        category=category_of(task, episode) or "all",
         status=episode.status,
         correct=episode.correct,
         reward=episode.reward,
@@ -214,6 +215,21 @@ def by_task(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [sorted(tasks[position], key=lambda sample: sample.index) for position in sorted(tasks)]
 
 
+Item = TypeVar("Item")
+
+
+def by_category(items: Iterable[Item], category: Callable[[Item], str]) -> dict[str, list[Item]]:
+    """Items by category. Beyond ``MOST_CATEGORIES`` those with the fewest items are one, ``other``."""
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        found.setdefault(category(item), []).append(item)
+    if len(found) <= MOST_CATEGORIES:
+        return found
+    by_size = sorted(found, key=lambda name: (-len(found[name]), name))
+    rest = [item for name in by_size[MOST_CATEGORIES - 1 :] for item in found[name]]
+    return {name: found[name] for name in by_size[: MOST_CATEGORIES - 1]} | {OTHER_CATEGORIES: rest}
+
+
 def summarize_samples(samples: Sequence[Sample], name: str, columns: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The summary of an evaluation. What was not judged is counted, not zero.
 
@@ -221,9 +237,7 @@ def summarize_samples(samples: Sequence[Sample], name: str, columns: Mapping[str
     """
     tasks = by_task(samples)
     columns = columns or {}
-    categories: dict[str, list[Sequence[Sample]]] = {}
-    for task in tasks:
-        categories.setdefault(task[0].category, []).append(task)
+    categories = by_category(tasks, _category)
     named = [category for category in columns if category in categories]
     order = [*named, *sorted(categories.keys() - set(named))]
     k = max((len(task) for task in tasks), default=1)
@@ -258,6 +272,11 @@ def summary_metrics(summary: dict[str, Any]) -> dict[str, float]:
     row |= {f"eval/{name}": part["value"] for name, part in summary.items() if "@" in name}
     row |= {f"eval/accuracy/{name}": part["accuracy"] for name, part in summary["categories"].items()}
     return {key: float(value) for key, value in row.items() if value is not None}
+
+
+def _category(task: Sequence[Sample]) -> str:
+    """The category of a task's samples: one that failed may not have met the environment that names it."""
+    return next((sample.category for sample in task if sample.status != Status.FAILED), task[0].category)
 
 
 def _part(tasks: Sequence[Sequence[Sample]], k: int) -> dict[str, Any]:

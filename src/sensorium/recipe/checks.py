@@ -50,7 +50,7 @@ def wrong_metric(recipe: Recipe, metric: str) -> str:
     known = [*OF_A_STEP, *(f"{prefix}/{term}" for prefix in ("reward", "missing") for term in terms)]
     if estimator_traits(recipe.algorithm.advantage.name).critic:
         known += OF_A_CRITIC
-    if metric in known or family in OPEN_FAMILIES or (family in ("reward", "missing") and open_ended):
+    if metric in known or family in (*OPEN_FAMILIES, "accuracy") or (family in ("reward", "missing") and open_ended):
         return ""
     return f"this recipe never has the metric '{metric}'{nearest(metric, [*known, 'eval/accuracy', 'eval/reward'])}"
 

@@ -15,7 +15,7 @@ from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import TRAINED, EpisodeCredit, read_credits_of, read_groups_of
 from sensorium.runs.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.content import Message, Text
-from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn
+from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn, category_of
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
@@ -127,14 +127,11 @@ def training_groups(directory: RunDirectory, each: int) -> list[LoggedGroup]:
     return chosen
 
 
-def _category_of(task: Task) -> str:
-    return str(task.metadata.get("category", ""))
-
-
 def _by_turns(things: Sequence[Example]) -> list[Example]:  # one of each category after the other
     piles: dict[str, list[Example]] = {}
     for thing in things:
-        piles.setdefault(_category_of(thing.task), []).append(thing)
+        episodes = thing.episodes if isinstance(thing, Group) else (thing.before, thing.after)
+        piles.setdefault(category_of(thing.task, *episodes), []).append(thing)
     longest = max((len(pile) for pile in piles.values()), default=0)
     return [pile[i] for i in range(longest) for pile in piles.values() if i < len(pile)]
 
@@ -225,7 +222,7 @@ def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> 
     answer = (
         f'<p class="truth">right answer: <b>{escape(_clip(str(task.answer)))}</b></p>' if task.answer is not None else ""
     )
-    category = _category_of(task)
+    category = category_of(task, episode)
     head = f'<span class="label {label.split()[0]}">{escape(label)}</span>'
     head += f'<span class="category">{escape(category)}</span>' if category else ""
     head += f'<span class="id">{escape(_clip(task.id, 60))}</span>'

@@ -37,6 +37,7 @@ KINDS: tuple[str, ...] = get_args(MediaKind)
 
 # Characters that an environment may show at once. No context holds more, and tokenizing tens of megabytes exhausts memory.
 MOST_TEXT = 4_000_000
+LONGEST_CATEGORY = 80  # characters of the name of a kind of task
 TOGETHER = 64  # media prepared at a time; after each lot those who waited for it continue
 
 MakeEnvironment = Callable[[Task], Environment]
@@ -118,7 +119,9 @@ def _observation(observation: Any) -> Observation | None:
     messages = _messages(observation.messages, "the observation")
     if not messages:
         raise ValueError("the observation has no message")
-    return observation if messages is observation.messages else Observation(messages)
+    if len(text_of(observation.category)) > LONGEST_CATEGORY:
+        raise ValueError(f"the category {shown(observation.category)} is longer than {LONGEST_CATEGORY} characters")
+    return observation if messages is observation.messages else replace(observation, messages=messages)
 
 
 def _messages(messages: Any, what: str) -> tuple[Message, ...]:

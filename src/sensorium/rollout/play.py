@@ -490,6 +490,8 @@ class _Play:
         section = self.section
         head, observation = await self.environment.reset(self.task.environment.seed if self.task.environment else 0)
         self.builder = ThreadBuilder(self.rollout.renderer, head, section.window)
+        if observation.category:
+            self.info["category"] = observation.category
         written = 0
         while True:
             refuse_strange_media(self.task, observation.messages, self.rollout.chat, self.rollout.engine)

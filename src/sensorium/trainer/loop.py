@@ -43,7 +43,7 @@ from sensorium.trainer.health.rules import SLOW_CALL_S
 from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.health.start_checks import has_demonstration
 from sensorium.trainer.schedules import RUN_ENDED, Schedule, make_schedule
-from sensorium.trainer.step_metrics import Clock, MediaMeter, episode_metrics, staleness_metrics
+from sensorium.trainer.step_metrics import CategoryAccuracy, Clock, MediaMeter, episode_metrics, staleness_metrics
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, remember_media, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate, SensoriumError
@@ -75,7 +75,7 @@ class Trainer:
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.metrics = MetricsFile(directory.metrics)
         self.loader = TaskLoader(recipe.tasks, planner, session.rollout, watcher.noted)
-        self.meter = MediaMeter(session)
+        self.meter, self.categories = MediaMeter(session), CategoryAccuracy()
         self.collector = Collector(recipe, session, self.loader, ledger, watcher)
         self.schedule = make_schedule(recipe, self.collector, lambda: Clock(session, self._announce_ahead))
         self.evaluator = RunEvaluator(recipe, session, held_out, self.loader, directory, watcher, self.meter)
@@ -186,6 +186,7 @@ class Trainer:
                 self.layout.write_step(step, collected.played)
                 self.layout.write_history(self.loader.state_dict()["state"])
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
+        measured |= self.categories.row(groups) | self.loader.planner_metrics()
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
         row |= self.schedule.take_waits(row["time/step_s"])
         return row, Evidence(
@@ -405,6 +406,7 @@ class Trainer:
             "best": None if self.best is None else self.best.plain(),
             "sound_at": self.sound_at,
             "eager": self.eager,
+            "categories": list(self.categories.names),
             "random": random_state(),
             "surroundings": surroundings(),
         }
@@ -426,7 +428,7 @@ class Trainer:
         self.heartbeat.at(self.step)
         self.schedule.load_state_dict(state if "tasks" in state else {"tasks": drawn_by_position(state["position"])})
         self.best = None if state["best"] is None else Best(**state["best"])
-        self.sound_at = state["sound_at"]
+        self.sound_at, self.categories.names = state["sound_at"], list(state.get("categories", ()))
         self.learner.load(self.checkpoints.path(self.step))
         self._forget_played()
         if state.get("eager") and self.recipe.rollout.schedule == "auto" and self.session.engine.capabilities.lockstep:

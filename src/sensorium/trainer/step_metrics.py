@@ -12,7 +12,8 @@ from sensorium.cluster.pool import WorkerPool
 from sensorium.kernels.first_use import compile_seconds, fallbacks
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, masked, zero_variance
-from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.episode import Episode, Group, Status, category_of
+from sensorium.vocabulary.metric_names import MOST_CATEGORIES, OTHER_CATEGORIES
 from sensorium.vocabulary.score import by_name
 
 
@@ -120,9 +121,36 @@ def episode_metrics(groups: Sequence[Group], selection: Selection, *, mask_trunc
     row["episodes/empty"] = sum(fate == EMPTY for fate in selection.fates.values())
     if mask_truncated:
         row["episodes/masked"] = len(unseen)
+    valid = [turn.info["valid"] for e in episodes for turn in e.turns if isinstance(turn.info.get("valid"), bool)]
+    _put_mean(row, "environment/invalid_share", [float(not named) for named in valid])
     row["episodes/failed"] = sum(e.status in (Status.FAILED, Status.ABORTED) for e in episodes)
     row["episodes/dropped"] = sum(fate not in SET_ASIDE for fate in selection.fates.values())
     return row
+
+
+class CategoryAccuracy:
+    """Accuracy by kind of task: ``accuracy/NAME`` for the first names that a run meets, ``accuracy/other`` for the rest.
+
+    A run that meets a single kind has none of these. A checkpoint holds ``names``, so that a resumed run bounds alike.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def row(self, groups: Sequence[Group]) -> dict[str, float]:
+        """The metrics of a step."""
+        verdicts: dict[str, list[float]] = defaultdict(list)
+        for group in groups:
+            name = category_of(group.task, *group.episodes)
+            known = [float(e.correct) for e in group.episodes if e.correct is not None]
+            if not name or not known:
+                continue
+            if name not in self.names and len(self.names) < MOST_CATEGORIES:
+                self.names.append(name)
+            verdicts[name if name in self.names else OTHER_CATEGORIES] += known
+        if len(self.names) < 2:
+            return {}
+        return {f"accuracy/{name}": sum(known) / len(known) for name, known in sorted(verdicts.items())}
 
 
 def length_metrics(groups: Sequence[Group], fates: Mapping[str, str]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.errors import CheckpointError, MediaError, PromptTooLong, RecordError, SensoriumError, TaskError
-from sensorium.vocabulary.plain import counted, words
+from sensorium.vocabulary.plain import counted, number_of, words
 from sensorium.vocabulary.task import Task
 
 MOST_NAMED = 3  # skipped tasks of a kind
@@ -297,6 +297,13 @@ class TaskLoader:
         if self._observes:
             outcomes = [outcome_of(group, group.id in trained) for group in groups]
             await asyncio.wrap_future(self._reader.submit(self._asked, "observe", self.planner.observe, outcomes))
+
+    def planner_metrics(self) -> dict[str, float]:
+        """What the planner measured of the last step, as ``planner/…``; nothing from one without ``metrics()``."""
+        measure = getattr(self.planner, "metrics", None)
+        if not callable(measure):
+            return {}
+        return self._asked("metrics", lambda: {f"planner/{name}": number_of(value) for name, value in measure().items()})
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue drawing exactly: the planner's name and state, and how many rows were drawn."""

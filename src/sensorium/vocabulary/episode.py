@@ -188,6 +188,12 @@ class Episode:
         return replace(self, scores=scores)
 
 
+def category_of(task: Task, *episodes: Episode) -> str:
+    """The kind of a task: what its environment named at the start of the episodes, else its row; empty if neither did."""
+    named = (episode.info.get("category") for episode in episodes)
+    return str(next(filter(None, named), None) or task.metadata.get("category") or "")
+
+
 @dataclass(frozen=True)
 class Group:
     """The episodes of one task in one step."""

@@ -19,8 +19,11 @@ OF_AN_EVALUATION = ("accuracy", "reward", "length_mean", "turns_mean", "failed",
 # Families that no recipe would choose a checkpoint by; any name in them is accepted.
 OPEN_FAMILIES = (
     "mismatch", "correction", "router", "packing", "media", "time", "throughput", "memory", "health", "retries", "sight",
-    "environment", "engine", "staleness", "wait", "worker",
+    "environment", "engine", "planner", "staleness", "wait", "worker",
 )  # fmt: skip
+
+# Kinds of tasks whose success is measured by name; what is beyond counts under the second name.
+MOST_CATEGORIES, OTHER_CATEGORIES = 128, "other"
 
 # Counted on the console: what a step left out, in words for one and for several. A row drawn twice is two skips.
 TROUBLES = {
@@ -43,6 +46,9 @@ DETAILS = {
     "groups/zero_variance": "groups of equal reward",
     "episodes/length_mean": "tokens an episode",
     "episodes/turns_mean": "turns an episode",
+    "environment/invalid_share": "turns without a valid action",
+    "planner/level": "level of the curriculum",
+    "planner/success": "success at that level",
     "throughput/episodes_per_s": "episodes a second",
 }
 WAITS = {

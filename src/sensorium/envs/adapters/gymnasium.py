@@ -1,4 +1,4 @@
-"""Any Gymnasium environment with actions that have names: what it renders is shown, as a picture or as text."""
+"""Any Gymnasium environment: what it renders is shown, as a picture or as text, and actions are names or calls."""
 
 import os
 import threading
@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
-import numpy as np
-
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.actions import ActionEnvironment, PlayedTurn, observation_of
+from sensorium.envs.actions import ActionEnvironment, PlayedTurn, observation_of, positions
 from sensorium.envs.adapters.content import key_of, picture, success_of, text_form
 from sensorium.envs.protocol import Observation, one_of
 from sensorium.vocabulary.content import Media
@@ -23,15 +21,18 @@ class GymnasiumEnvironment(ActionEnvironment):
     """``id`` as gymnasium.make takes it, after importing ``modules`` that register it; ``make`` are its keywords.
 
     ``wrappers`` are put around it in order: ``module:Class``, or {module:Class: {keyword: value}}. ``actions`` are names in
-    the order of a discrete space, or {name: action}; by default the names that the environment gives its actions. ``view``
+    the order of a discrete space, or {name: action}, where {``click(x, y)``: {place: [x, y]}} has parameters; by default
+    the names that the environment gives its actions, or of another space one call ``act`` that fills it (``spaces.py``).
+    Positions (x, y, x1, …) are counted by ``coordinates``, in pixels or ``relative``, from 0 to 1000. ``view``
     shows what it renders (``rgb_array``, or ``ansi``; where it renders no text, its observation), or by ``observation`` the
     picture that its observation is or holds. Texts in its observation, such as MiniGrid's mission, are always shown. Its
     rewards, times ``reward_scale``, are the part ``reward``. ``success`` is what its info says, or else that it ended with
-    a reward above 0.
+    a reward above 0. ``category`` in the info of a reset names the kind of task.
     """
 
     instant = False
     demonstrates = False
+    explains = True
     recipe_only = ("id", "make", "modules", "wrappers")
 
     def __init__(
@@ -50,17 +51,23 @@ class GymnasiumEnvironment(ActionEnvironment):
         reward_scale: float = 1.0,
         format_reward: float = 0.0,
         wrappers: Sequence[str | Mapping[str, Any]] = (),
+        coordinates: Literal["pixels", "relative"] = "pixels",
     ) -> None:
+        from sensorium.envs.adapters.spaces import actions_of
+
         views = ["picture", "text", "observation"]
         one_of(NAME, "view", view, views)  # before anything is made for it
         self.rules = rules
         self._environment = _wrapped(_made(id, dict(make or {}), modules, view), wrappers)
         self._renders = getattr(self._environment, "render_mode", None) is not None
-        named = _named(self._environment, actions, id)
-        self._values = tuple(named.values())
+        own = getattr(self._environment.unwrapped, "actions", None)
+        named, self._taken = actions_of(
+            self._environment.action_space, actions, tuple(getattr(own, "__members__", None) or ()), id
+        )
         self._last: Any = None
+        named = positions(named, coordinates)
         super().__init__(
-            NAME, store, tuple(named), views, {"reward": reward_scale}, max_turns=max_turns, view=view, prompt=prompt,
+            NAME, store, named, views, {"reward": reward_scale}, max_turns=max_turns, view=view, prompt=prompt,
             max_actions_per_turn=max_actions_per_turn, response_format=response_format, format_reward=format_reward,
         )  # fmt: skip
         self.name = id  # in messages
@@ -79,13 +86,15 @@ class GymnasiumEnvironment(ActionEnvironment):
         self._environment.close()
 
     def _begin(self, seed: int) -> None:
-        self._last, _ = self._environment.reset(seed=seed)
+        self._last, info = self._environment.reset(seed=seed)
+        named = info.get("category") if isinstance(info, Mapping) else None
+        self.category = named if isinstance(named, str) else ""
 
-    def _play(self, actions: tuple[int, ...]) -> PlayedTurn:
+    def _play(self, actions: tuple[Any, ...]) -> PlayedTurn:
         total, made, last, terminated, cut = 0.0, 0, 0.0, False, False
         info: Any = {}
         for action in actions:
-            self._last, reward, terminated, cut, info = self._environment.step(self._values[action])
+            self._last, reward, terminated, cut, info = self._environment.step(self._taken(action))
             made, last = made + 1, float(reward)
             total += last
             if terminated or cut:
@@ -96,7 +105,7 @@ class GymnasiumEnvironment(ActionEnvironment):
 
     def _rules(self) -> str:
         explained = self.rules or f"You act in {self.name}."
-        return self._system_prompt(explained, explained, (0,), think="…", reasoning="…")
+        return self._system_prompt(explained, explained, self.grammar.example(), think="…", reasoning="…")
 
     def _shown(self, above: str) -> Observation:
         texts = [value for value in _values(self._last) if isinstance(value, str)]
@@ -167,26 +176,6 @@ def refuse_thread_bound(place: Any) -> None:
             f"{NAME}: MiniWorld draws correctly only in the main thread of a process, one environment at a time. Use a "
             "process of its own (environment: isolated, options: {environment: gymnasium, options: {…}}), or navigation."
         )
-
-
-def _named(environment: Any, given: Sequence[str] | Mapping[str, Any] | None, id: str) -> dict[str, Any]:
-    """The actions by name."""
-    space = environment.action_space
-    if isinstance(given, Mapping):
-        lists = {name: action for name, action in given.items() if isinstance(action, list)}
-        values = {**given, **{name: np.asarray(action, getattr(space, "dtype", None)) for name, action in lists.items()}}
-        for name, action in values.items():
-            if not space.contains(action):
-                raise RecipeError(f"{NAME}: the action '{name}' ({given[name]!r:.60}) is none of {space} of '{id}'.")
-        return {str(name): action for name, action in values.items()}
-    count, first = int(getattr(space, "n", 0)), int(getattr(space, "start", 0))
-    if not hasattr(space, "n"):
-        raise RecipeError(f"{NAME}: the actions of '{id}' are {space}; name some of them, as in actions: {{left: [-1.0]}}.")
-    own = getattr(environment.unwrapped, "actions", None)
-    names = list(given or (getattr(own, "__members__", None) or {}) or map(str, range(first, first + count)))
-    if len(names) != count:
-        raise RecipeError(f"{NAME}: '{id}' has {count} actions and {len(names)} are named.")
-    return {str(name): first + number for number, name in enumerate(names)}
 
 
 def _values(observation: Any) -> Sequence[Any]:

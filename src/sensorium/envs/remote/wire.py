@@ -85,12 +85,13 @@ def _block_to_json(block: Block) -> Json:
 
 def reset_to_json(head: Sequence[Message], observation: Observation) -> Json:
     """The result of a reset."""
-    return {"head": messages_to_json(head), "observation": messages_to_json(observation.messages)}
+    category = {"category": observation.category} if observation.category else {}
+    return {"head": messages_to_json(head), "observation": messages_to_json(observation.messages), **category}
 
 
 def reset_from_json(data: Json) -> tuple[tuple[Message, ...], Observation]:
     """The inverse of reset_to_json."""
-    return messages_from_json(data["head"]), Observation(messages_from_json(data["observation"]))
+    return messages_from_json(data["head"]), Observation(messages_from_json(data["observation"]), data.get("category", ""))
 
 
 def step_to_json(result: StepResult) -> Json:

@@ -85,7 +85,7 @@ def blanked(inner: Environment, hide: Callable[[Sequence[Message]], tuple[Messag
 
     def first(begun: tuple[tuple[Message, ...], Observation]) -> tuple[tuple[Message, ...], Observation]:
         head, observation = begun
-        return hide(head), Observation(hide(observation.messages))
+        return hide(head), replace(observation, messages=hide(observation.messages))
 
     def following(result: StepResult) -> StepResult:
         if not isinstance(result, StepResult) or result.observation is None:
