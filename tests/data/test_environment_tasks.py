@@ -37,6 +37,32 @@ def test_train_and_test_share_no_map_whatever_their_seeds() -> None:
     assert {side(c) for c in train} == {"train"}
 
 
+def test_levels_are_starts_of_other_options_one_after_the_other() -> None:
+    levels = [{"size": 3}, {"size": 4, "p": 0.7}]
+    given: dict[str, Any] = {"options": {"max_turns": 7, "p": 0.9}, "size": 8, "levels": levels}
+    train, test = (EnvironmentTasks("frozen_lake", MediaStore(), split=split, **given) for split in ("train", "test"))  # type: ignore[arg-type]
+    assert (len(train), train.levels) == (16, (range(8), range(8, 16)))
+    assert [task.environment.options for task in (train[0], train[8], train[-1])] == [  # type: ignore[union-attr]
+        {"max_turns": 7, "p": 0.9, "size": 3}, {"max_turns": 7, "p": 0.7, "size": 4}, {"max_turns": 7, "p": 0.7, "size": 4}
+    ]  # fmt: skip
+    assert [train[i].metadata["category"] for i in (0, 8)] == ["size=3", "size=4 p=0.7"]
+    assert len({task.id for task in map(train.__getitem__, range(16))}) == 16, "a seed may be drawn at both levels"
+    assert not set(contents(train)) & set(contents(test))
+    named = EnvironmentTasks("frozen_lake", MediaStore(), category="lakes", **given)
+    assert named[0].metadata["category"] == "lakes size=3"
+    plain = EnvironmentTasks("frozen_lake", MediaStore(), size=3)
+    assert (plain.levels, plain[0].metadata["category"], plain[0].id.count("-")) == ((), "frozen_lake", 2)
+    inner = {"environment": "frozen_lake", "options": {"max_turns": 3}}
+    isolated = EnvironmentTasks("isolated", MediaStore(), inner, size=2, levels=levels, split_by="seed")
+    assert isolated[2].environment.options["options"] == {"max_turns": 3, "size": 4, "p": 0.7}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("levels", [[{"size": 3}, {"sizes": 4}], [{}], [3], [{"size": 3}, {"size": 999}]])
+def test_levels_that_cannot_be_played_are_refused(levels: Any) -> None:
+    with pytest.raises(RecipeError):
+        EnvironmentTasks("frozen_lake", MediaStore(), size=2, levels=levels)
+
+
 def test_without_distinct_maps_repeat_but_sides_hold() -> None:
     options = {"size": 2}
     train = contents(EnvironmentTasks("frozen_lake", MediaStore(), options, size=20, distinct=False))

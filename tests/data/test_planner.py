@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream
-from sensorium.data.planner import GroupOutcome, MixturePlanner, Planner, SuccessCurriculum, make_planner
+from sensorium.data.planner import GroupOutcome, LevelCurriculum, MixturePlanner, Planner, SuccessCurriculum, make_planner
 from sensorium.recipe.schema import PlannerSection
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
@@ -117,11 +117,82 @@ def test_rows_that_went_bad_are_not_revisited_but_skipped_and_said() -> None:
     assert len(planner.known) == 0
 
 
+class Graded(Numbers):
+    """Rows of three levels."""
+
+    levels = (range(10), range(10, 25), range(25, 40))
+
+
+def graded(**options: float) -> LevelCurriculum:
+    sources = [Numbers("easy", 6), Graded()]
+    return LevelCurriculum(TaskStream(sources, [1, 1], seed=3), **{"groups": 4, **options})  # type: ignore[arg-type]
+
+
+def play(planner: Planner, *right: int) -> list[str]:
+    drawn = ids(planner, len(right))
+    planner.observe([outcome(id, one) for id, one in zip(drawn, right, strict=True)])
+    return drawn
+
+
+def test_levels_rise_and_fall_by_the_success_of_the_last_groups() -> None:
+    planner = graded(rise=0.75, fall=0.25)
+    assert {id[:4] for id in play(planner, 4, 4)} == {"easy"}
+    assert (planner.level, planner.metrics()) == (0, {"level": 1, "success": 1.0})
+    assert {id[:4] for id in play(planner, 3, 0)} == {"easy"}
+    assert planner.level == 0, "0.6875 is below 0.75"
+    play(planner, 4, 4, 4)
+    assert (planner.level, planner.metrics()) == (1, {"level": 1, "success": 0.75})
+    assert all(int(id[1:]) < 10 for id in play(planner, 4, 4, 4))
+    assert planner.level == 1, "counting begins again at a new level"
+    play(planner, 4)
+    assert all(10 <= int(id[1:]) < 25 for id in play(planner, 0, 1, 0, 0))
+    assert planner.level == 1
+    assert sorted(ids(planner, 10), key=lambda id: int(id[1:]))[-1] == "n9"
+    for _ in range(4):
+        play(planner, 4, 4, 4, 4)
+    assert all(int(id[1:]) >= 25 for id in play(planner, 4, 4, 4, 4)), "the last level does not rise"
+    unjudged = [GroupOutcome(id, (None,), (None,), ("",)) for id in ids(planner, 4)]
+    before = planner.state_dict()["successes"]
+    planner.observe(unjudged)
+    assert planner.state_dict()["successes"] == before, "a group without a score counts for nothing"
+
+
+@given(
+    rights=st.lists(st.integers(0, 4), min_size=4, max_size=60), cut=st.integers(0, 15), fall=st.sampled_from([0.0, 0.3])
+)
+def test_levels_that_were_saved_and_loaded_go_on_as_if_they_had_not(rights: list[int], cut: int, fall: float) -> None:
+    whole, broken = graded(rise=0.5, fall=fall), graded(rise=0.5, fall=fall)
+    for step in range(len(rights) // 4):
+        if step == cut:
+            state = broken.state_dict()
+            broken = graded(rise=0.5, fall=fall)
+            broken.load_state_dict(state)
+        now = rights[4 * step : 4 * step + 4]
+        assert play(whole, *now) == play(broken, *now)
+        assert whole.metrics() == broken.metrics()
+    assert whole.state_dict() == broken.state_dict()
+
+
+def test_bad_rows_of_a_level_are_named_by_their_place_in_the_source() -> None:
+    planner = LevelCurriculum(
+        TaskStream([Numbers("easy", 2), Numbers("n", 9, tuple(range(8)))], [1, 1], seed=0, on_bad_row="skip")
+    )
+    planner.level = 1
+    drawn = planner.draw(1)
+    assert [task.id for task in drawn.tasks] == ["n8"]
+    assert {skip.source for skip in drawn.skipped} <= {1}
+    with pytest.raises(RecipeError, match="2 levels"):
+        graded().load_state_dict(planner.state_dict())
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
         ({"name": "success_curriculum", "options": {"revisit": 1.5}}, "revisit is 1.5"),
         ({"name": "success_curriculum", "options": {"memory": 0}}, "memory is 0"),
+        ({"name": "level_curriculum", "options": {"rise": 0.2, "fall": 0.3}}, "rise is 0.2"),
+        ({"name": "level_curriculum", "options": {"groups": 0}}, "groups is 0"),
+        ({"name": "level_curriculum"}, "two levels"),
         ({"name": "tests.data.test_planner:Numbers"}, r"has no draw\(\)"),
         ({"name": "tests.data.test_planner:raises"}, "cannot be built.*no luck"),
         ({"name": "curriculum"}, "unknown planner 'curriculum'"),

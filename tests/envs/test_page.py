@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import re
 import socketserver
 import threading
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gymnasium import spaces
 from PIL import Image
 
 from sensorium.cli.main import main
@@ -17,11 +20,16 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
+from sensorium.envs.action_calls import Call
+from sensorium.envs.actions import ActionGrammar
+from sensorium.envs.adapters.content import text_form
+from sensorium.envs.adapters.spaces import actions_of
 from sensorium.envs.tool_use import Toolbox, ToolCall, ToolContext
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import RolloutSection
+from sensorium.recipe.yaml import read_yaml
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.terms import EnvironmentReward
 from sensorium.rollout.play import Attempt, Rollout
@@ -98,6 +106,36 @@ def test_the_environment_of_five_minutes_is_validated_played_and_trained(
     assert main(["play", "coins.yaml", "--episodes", "2"]) == 0
     assert capsys.readouterr().out.count("turn 1: larger") == 2
     train(load_recipe("coins.yaml", ["steps=1", "warm_start.steps=1", "health.sight_tasks=0", "threads=1"]))
+
+
+@pytest.mark.parametrize("coordinates", ["pixels", "relative"])
+def test_the_buttons_of_the_page_are_clicked_and_a_wrong_call_is_answered(coordinates: str) -> None:
+    code = run_block("class Buttons")
+    environment = code["Buttons"](MediaStore(), coordinates=coordinates)
+    (head,), first = environment.reset(7)
+    asked, places = environment.start(7)
+    assert first.category == asked
+    ranges = {"pixels": "0 to 95; y is a whole number from 0 to 63", "relative": "0 to 1000"}
+    assert ranges[coordinates] in head.text
+    wrong = environment.step("<answer>click(2000, 3)</answer>")
+    assert wrong.info == {"valid": False}
+    assert "x is 2000" in wrong.observation.messages[0].text
+    assert environment.step("<answer>wait</answer>").done is False
+    middle = {name: place + 10 for name, place in zip("xy", places[asked], strict=True)}
+    result = environment.step(environment.grammar.write([Call("click", middle)]))
+    assert (result.success, result.reward) == (True, 1.0)
+
+
+def test_the_actions_of_the_page_fill_a_dict(tmp_path: Path) -> None:
+    (block,) = (found for found in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if found.startswith("actions:  "))
+    given, _ = read_yaml(block, "page")
+    parts = {"kind": spaces.Discrete(4), "at": spaces.Box(0, np.array([159, 209]), dtype=np.int64)}
+    space = spaces.Dict(parts | {"distance": spaces.Discrete(50), "text": spaces.Text(20, min_length=0)})
+    named, taken = actions_of(space, given["actions"], (), "page")
+    grammar = ActionGrammar.declared(*named, coordinates=given["coordinates"])
+    (call,) = grammar.read("<answer>drag(500, 500, 20)</answer>").actions
+    assert json.loads(text_form(taken(call))) == {"kind": 2, "at": [80, 104], "distance": 20, "text": ""}
+    assert not grammar.read("<answer>drag(500, 500, 21)</answer>").valid
 
 
 def test_the_tool_of_the_page_measures_a_picture_and_tells_a_wrong_call() -> None:

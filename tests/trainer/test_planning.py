@@ -15,6 +15,7 @@ from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.checkpoint_layout import TRAINER_STATE, digests_of
 from sensorium.runs.episodes import read_groups
+from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary.content import Message, Text
@@ -111,6 +112,42 @@ def test_a_resumed_run_draws_and_computes_what_the_uninterrupted_one_does(planne
     assert_equal(whole.path, broken.path, 4)
     if planner == "success_curriculum":
         assert len(set(drawn)) < len(drawn), "the seed has tasks that are drawn again"
+
+
+def test_a_curriculum_of_environment_options_rises_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    source = {"environment": "frozen_lake", "size": 3, "options": {"view": "text", "max_turns": 2, "p": 0.9}}
+    levels = [{"size": 3}, {"size": 4}, {"max_turns": 1}]
+    changes: dict[str, Any] = {
+        "tasks": {
+            "train": [{"source": "environments", "options": source | {"levels": levels}}],
+            "planner": {"name": "level_curriculum", "options": {"rise": 0.5, "fall": 0.1, "groups": 4}},
+        },
+        "rewards": {"terms": [{"name": "tests.trainer.small:ByParity"}]},
+    }
+    train(small(tmp_path / "whole" / "run", "steps=6", **changes))
+    train(small(tmp_path / "broken" / "run", "steps=3", **changes))
+    train(small(tmp_path / "broken" / "run", "steps=6", **changes), resume=True)
+    whole, broken = (RunDirectory(tmp_path / name / "run") for name in ("whole", "broken"))
+    assert_equal(whole.path, broken.path, 6)
+    assert [row["planner/level"] for row in read_metrics(whole.metrics)] == [1, 1, 2, 2, 3, 3]
+    assert {row["planner/success"] for row in read_metrics(broken.metrics)} == {0.5}
+    for step in range(1, 7):
+        drawn = {group.task.metadata["category"] for group in read_groups(whole.episodes_of(step))}
+        assert drawn == {["size=3", "size=4", "max_turns=1"][(step - 1) // 2]}
+    state = torch.load(broken.checkpoints / "step_000006" / TRAINER_STATE, weights_only=True)
+    assert state["tasks"]["state"]["level"] == 2
+
+
+class Measuring(MixturePlanner):
+    observes = True
+
+    def metrics(self) -> dict[str, float]:
+        return {"position": self.position}
+
+
+def test_what_a_planner_of_ones_own_measures_is_a_metric(tmp_path: Path) -> None:
+    train(planned(tmp_path / "run", f"{HERE}:Measuring", "steps=2"))
+    assert [row["planner/position"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [2, 4]
 
 
 def test_nothing_is_read_ahead_of_a_planner_that_observes(tmp_path: Path) -> None:

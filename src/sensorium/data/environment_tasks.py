@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,10 @@ class EnvironmentTasks:
     The content of a start is the environment class's ``content_key(seed, options)``. With ``split_by: seed`` it is not
     used: the sides then share no seed, but may share starts. Tasks of an environment that ``stands_for`` another
     (``remote``, ``isolated``) have that one's name, so that they are sampled alike wherever they are played.
+
+    With ``levels``, a list of options that each replace some of ``options``, there are ``size`` starts of each, one level
+    after the other (``levels`` of the source: their rows). ``category`` names the tasks in tables, before their level's
+    options; by default the environment's name, or the level's options alone.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class EnvironmentTasks:
         seed: int = 0,
         distinct: bool = True,
         split_by: Literal["content", "seed"] = "content",
+        category: str = "",
+        levels: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         for option, given, known in (("split", split, ["train", "test"]), ("split_by", split_by, ["content", "seed"])):
             if given not in known:
@@ -59,38 +65,54 @@ class EnvironmentTasks:
             raise RecipeError(f"environments: size is {size}; a source needs at least one task.")
         self.environment, self.split, self.split_by = environment, split, split_by
         self.options = dict(options or {})
+        if not all(isinstance(level, Mapping) and level for level in levels):
+            raise RecipeError("environments: levels is a list of options of the environment, as in [{size: 3}, {size: 4}].")
         kind = resolve("environment", environment, "environments")
         if needs_a_row(kind):
             raise RecipeError(
                 f"environments: '{environment}' plays the questions of rows and has no seeds to start from. Read the rows "
                 f"with jsonl, parquet or hub, with the option environment: {{name: {environment}}}."
             )
-        _check_options(environment, self.options, store)
+        stands_for = bool(getattr(kind, "stands_for", False))
+        self._options = [self._at_level(level, stands_for) for level in levels] or [self.options]
+        for level_options in self._options:
+            _check_options(environment, level_options, store)
         if split_by == "content" and not hasattr(kind, "content_key"):
             raise RecipeError(
                 f"environments: '{environment}' has no content_key(seed, options), so train and test cannot be separated. "
                 "Give its class one that returns the start of a seed, such as the map as text, or set split_by: seed."
             )
-        self.name = str(self.options.get("environment", environment)) if getattr(kind, "stands_for", False) else environment
-        self.seeds = self._choose(kind, size, seed, distinct)
+        self.name = str(self.options.get("environment", environment)) if stands_for else environment
+        self.seeds = tuple(s for options in self._options for s in self._choose(kind, options, size, seed, distinct))
+        self.size = size
+        self.levels = tuple(range(n * size, (n + 1) * size) for n in range(len(levels)))
+        names = [" ".join(f"{key}={value}" for key, value in level.items())[:60] for level in levels]
+        self._categories = [f"{category} {name}".strip()[:80] for name in names] or [category or self.name]
 
     def __len__(self) -> int:
         return len(self.seeds)
 
     def __getitem__(self, index: int) -> Task:
-        seed = self.seeds[index]
+        seed, level = self.seeds[index], index // self.size if index >= 0 else (index + len(self)) // self.size
+        at_level = f"level{level + 1}-" if self.levels else ""
         return Task(
-            id=f"{self.name}-{self.split}-{seed}",
-            environment=EnvironmentSpec(self.environment, self.options, seed),
-            metadata={"category": self.name} | ({"split_by": "seed"} if self.split_by == "seed" else {}),
+            id=f"{self.name}-{self.split}-{at_level}{seed}",
+            environment=EnvironmentSpec(self.environment, self._options[level], seed),
+            metadata={"category": self._categories[level]} | ({"split_by": "seed"} if self.split_by == "seed" else {}),
         )
 
-    def _choose(self, kind: Any, size: int, seed: int, distinct: bool) -> tuple[int, ...]:
-        chosen: list[int] = []
+    def _at_level(self, level: Mapping[str, Any], stands_for: bool) -> dict[str, Any]:
+        """The options with a level's; those of an environment that stands for another are within its own ``options``."""
+        if stands_for:
+            return {**self.options, "options": {**(self.options.get("options") or {}), **level}}
+        return {**self.options, **level}
+
+    def _choose(self, kind: Any, options: Mapping[str, Any], size: int, seed: int, distinct: bool) -> Iterator[int]:
+        chosen = 0
         seen: set[str] = set()
         contents: set[str] = set()
         candidates = 1000 + 100 * size
-        found = self._contents(kind, (stable_hash(f"{seed}/{nth}") % 2**31 for nth in range(candidates)))
+        found = self._contents(kind, options, (stable_hash(f"{seed}/{nth}") % 2**31 for nth in range(candidates)))
         reported = time.monotonic()
         for nth, (candidate, content) in enumerate(found):
             contents.add(content)
@@ -98,7 +120,7 @@ class EnvironmentTasks:
                 reported = time.monotonic()
                 print(
                     f"looking for {size} {'different ' if distinct else ''}starts of '{self.environment}' for split "
-                    f"'{self.split}': {len(chosen)} among the first {nth:,} seeds, of at most {candidates:,} …",
+                    f"'{self.split}': {chosen} among the first {nth:,} seeds, of at most {candidates:,} …",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
             if nth + 1 == ALIKE and len(contents) == 1 and (distinct or not chosen):
@@ -109,15 +131,21 @@ class EnvironmentTasks:
                 )
             if side(content) == self.split and not (distinct and content in seen):
                 seen.add(content)
-                chosen.append(candidate)
-                if len(chosen) == size:
-                    return tuple(chosen)
-        raise self._too_few(candidates, size, len(chosen), len(contents), distinct)
+                chosen += 1
+                yield candidate
+                if chosen == size:
+                    return
+        raise self._too_few(options, candidates, size, chosen, len(contents), distinct)
 
-    def _too_few(self, candidates: int, size: int, chosen: int, contents: int, distinct: bool) -> TaskError:
+    def _too_few(
+        self, at: Mapping[str, Any], candidates: int, size: int, chosen: int, contents: int, distinct: bool
+    ) -> TaskError:
         """The error of a search that found too few starts; advises only what helps."""
         other = "train" if self.split == "test" else "test"
-        begin = f"environments: {candidates} seeds of '{self.environment}' lead to {contents} different starts"
+        with_options = f" with {dict(at)}" if len(self._options) > 1 else ""
+        begin = (
+            f"environments: {candidates} seeds of '{self.environment}'{with_options} lead to {contents} different starts"
+        )
         options = "options that lead to more different starts"
         by_seed = "split_by: seed (then train and test share no seed, but may share starts)"
         if not chosen:
@@ -135,7 +163,7 @@ class EnvironmentTasks:
             f"set distinct: false (then starts repeat), {by_seed}, or {options}."
         )
 
-    def _contents(self, kind: Any, seeds: Iterator[int]) -> Iterator[tuple[int, str]]:
+    def _contents(self, kind: Any, options: Mapping[str, Any], seeds: Iterator[int]) -> Iterator[tuple[int, str]]:
         """Seeds with their content. The environment's class is called in a thread, for a few seeds at a time."""
         if self.split_by == "seed":
             yield from ((seed, f"seed {seed}") for seed in seeds)
@@ -145,7 +173,7 @@ class EnvironmentTasks:
         try:
             few: list[int] = []
             while few := few or list(islice(seeds, AT_A_TIME)):
-                found = pool.call_now(partial(_keys, kind, few, self.options), DEADLINE_S + ASKED_S, worker).value
+                found = pool.call_now(partial(_keys, kind, few, options), DEADLINE_S + ASKED_S, worker).value
                 answered, few = few[: len(found)], few[len(found) :]
                 for candidate, (content, error) in zip(answered, found, strict=True):
                     if isinstance(error, SensoriumError):

@@ -11,7 +11,7 @@ since), so that a resumed run draws what the uninterrupted one does.
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -63,8 +63,9 @@ class Planner(Protocol):
     one is trained on.
 
     A planner may also have ``row_by_row = True``: it draws every row once before any comes again, so that `epochs` have a
-    meaning; ``turns()``: how many rows of each source of tasks.train it has drawn, repetitions included; and
-    ``whole_pass()``: the draws within which every task comes up.
+    meaning; ``turns()``: how many rows of each source of tasks.train it has drawn, repetitions included;
+    ``whole_pass()``: the draws within which every task comes up; and ``metrics()``: numbers by name, asked after every step
+    and written as ``planner/NAME``.
     """
 
     observes: bool
@@ -226,6 +227,100 @@ class SuccessCurriculum(MixturePlanner):
     def _chance(self, use: str) -> float:
         """A number from 0 to below 1, a function of the seed, the draw and the use alone."""
         return (stable_hash(f"{self.stream.seed}/{use}/{self.draws}") >> 11) / 2**53
+
+
+class LevelRows:
+    """The rows of one level of a source, as a source."""
+
+    def __init__(self, source: TaskSource, rows: range) -> None:
+        self.source, self.rows = source, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Task:
+        return self.source[self.rows[index]]
+
+
+class LevelCurriculum:
+    """Draws tasks of one level at a time: of the next one where groups succeed, of the one before where they fail.
+
+    The levels are the sources of tasks.train in order; a source with ``levels``, ranges of its rows, has several. After
+    each step the mean success of the last ``groups`` groups that were played at the level decides: from ``rise`` on the
+    level rises, below ``fall`` it falls, and counting begins again. Example with ``groups: 4, rise: 0.7, fall: 0.2``:
+
+        level 1    success 0.5 0.75 | 0.75 1.0        mean 0.75: to level 2
+        level 2    0 0.25 | 0.25 0                    mean 0.125: back to level 1
+    """
+
+    observes = True
+
+    def __init__(self, stream: TaskStream, rise: float = 0.7, fall: float = 0.2, groups: int = 32) -> None:
+        if not 0 <= fall < rise <= 1:
+            raise RecipeError(f"tasks.planner: rise is {rise:g} and fall {fall:g}; 0 ≤ fall < rise ≤ 1 is needed.")
+        if groups < 1:
+            raise RecipeError(f"tasks.planner: groups is {groups}; the success of at least one group decides.")
+        places = [(i, rows) for i, source in enumerate(stream.sources) for rows in _levels_of(source)]
+        if len(places) < 2:
+            raise RecipeError(
+                "tasks.planner: level_curriculum needs two levels at least: give the source environments "
+                "levels: [{size: 3}, {size: 4}], or list a source for each level in tasks.train."
+            )
+        self._places, self.rise, self.fall, self.groups = places, rise, fall, groups
+        self._streams = [
+            TaskStream(
+                [LevelRows(stream.sources[i], rows)],
+                [1],
+                seed=stream.seed,
+                shuffle=stream.shuffle,
+                on_bad_row=stream.on_bad_row,
+            )
+            for i, rows in places
+        ]
+        self.level = 0
+        self.positions = [0] * len(places)
+        self.successes: list[float] = []  # of the last groups at this level
+        self._measured: dict[str, float] = {}
+
+    def draw(self, count: int) -> PlannedTasks:
+        drawn = self._streams[self.level].draw(self.positions[self.level], count)
+        self.positions[self.level] = drawn.position
+        source, rows = self._places[self.level]
+        return PlannedTasks(drawn.tasks, tuple(replace(s, source=source, row=rows[s.row]) for s in drawn.skipped))
+
+    def observe(self, groups: Sequence[GroupOutcome]) -> None:
+        """Count the groups' success, and change the level where it is high or low."""
+        found = [outcome.success for outcome in groups]
+        self.successes = [*self.successes, *(success for success in found if success is not None)][-self.groups :]
+        self._measured = {"level": self.level + 1}
+        if not self.successes:
+            return
+        mean = sum(self.successes) / len(self.successes)
+        self._measured["success"] = mean
+        step = 0 if len(self.successes) < self.groups else 1 if mean >= self.rise else -1 if mean < self.fall else 0
+        if 0 <= self.level + step < len(self._places) and step:
+            self.level += step
+            self.successes = []
+
+    def metrics(self) -> dict[str, float]:
+        """The level that the last step was played at (the first is 1), and the success there."""
+        return self._measured
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level, "positions": list(self.positions), "successes": list(self.successes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["positions"]) != len(self._places):
+            raise RecipeError(
+                f"tasks.planner: the checkpoint's level_curriculum has {len(state['positions'])} levels and tasks.train "
+                f"has {len(self._places)}. Give it the levels that the run began with, or start a new run (model.path)."
+            )
+        self.level, self.positions = state["level"], list(state["positions"])
+        self.successes = list(state["successes"])
+
+
+def _levels_of(source: TaskSource) -> Sequence[range]:
+    return getattr(source, "levels", ()) or (range(len(source)),)
 
 
 END_OF_THOUGHT = "</think>"

@@ -403,7 +403,11 @@ def _options(recipe: Recipe) -> Iterator[Problem]:
         if section.source == "environments" and "environment" in section.options:
             environment, options = section.options["environment"], section.options.get("options") or {}
             if isinstance(environment, str) and isinstance(options, Mapping):
-                named.append(("environment", environment, dict(options), f"{at}.environment", f"{at}.options"))
+                levels = section.options.get("levels") or [{}]
+                own = environment not in ("remote", "isolated")  # whose level's options are another environment's
+                for level in levels if isinstance(levels, list) and own else [{}]:
+                    known = {**options, **(level if isinstance(level, Mapping) else {})}
+                    named.append(("environment", environment, known, f"{at}.environment", f"{at}.options"))
             else:
                 yield (
                     at,

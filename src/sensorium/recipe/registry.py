@@ -243,6 +243,7 @@ NAMES: dict[str, dict[str, str]] = {
     "planner": {
         "mixture": "sensorium.data.planner:MixturePlanner",
         "success_curriculum": "sensorium.data.planner:SuccessCurriculum",
+        "level_curriculum": "sensorium.data.planner:LevelCurriculum",
         "causal_history": "sensorium.data.planner:CausalHistory",
     },
     "environment": {

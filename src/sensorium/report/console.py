@@ -31,6 +31,7 @@ from sensorium.vocabulary.plain import counted
 
 QUIET_S = 10.0
 PHASES = ("draw", "rollout", "score", "credit", "update", "record")
+KINDS = 12  # kinds of tasks that are listed
 PRINTED_BEFORE = frozenset({"slower_computing"})  # findings whose reasons are printed when they occur
 
 
@@ -80,6 +81,8 @@ class ConsoleWatcher(Watcher):
             judged, tasks = summary.get("judged"), summary.get("tasks")
             few = f", {judged} of {tasks} tasks judged" if judged and tasks and judged < tasks else ""
             say(f"step {step}: {summary['name']} {_measured(summary)}{interval}{few}", self.console)
+            for line in category_lines(summary):
+                say(f"  {line}", self.console)
 
     def began(self, group: EpisodeGroup) -> None:
         """Print the first group: the task, one response and its scores."""
@@ -161,7 +164,7 @@ class _State:
         if step >= self.run.steps:
             self._ended = now
         for name, value in metrics.items():
-            if name.startswith("reward/") or name in ("accuracy", "policy/loss"):
+            if name.startswith(("reward/", "accuracy/")) or name in ("accuracy", "policy/loss"):
                 self.curves.setdefault(name, []).append(value)
             if name in TROUBLES:
                 self.troubles[name] = self.troubles.get(name, 0) + value
@@ -184,6 +187,8 @@ class _State:
         for name, metric in (("reward", "reward/mean"), ("accuracy", "accuracy"), ("loss", "policy/loss")):
             if metric in self.metrics and (name != "loss" or "reward/mean" not in self.metrics):
                 parts.append(f"{name} {self.metrics[metric]:.3f}")
+        if "planner/level" in self.metrics:
+            parts.append(f"level {self.metrics['planner/level']:.0f}")
         if "throughput/episodes_per_s" in self.metrics:
             parts.append(f"{self.metrics['throughput/episodes_per_s']:.1f} episodes/s")
         if troubles := _trouble_counts(self.metrics):
@@ -228,15 +233,24 @@ class _State:
         return Group(Text(""), grid, Text("")) if charts else Text("")
 
     def _facts(self) -> Iterator[tuple[str, RenderableType]]:
-        terms = [name for name in self.curves if name.startswith("reward/") and name != "reward/mean"]
-        lines = []
-        for name in terms:
-            value = (f"{self.curves[name][-1]:.2f} ", "bold")
-            line = Text.assemble(f"{name.removeprefix('reward/')} ", value, (sparkline(self.curves[name], 10), "cyan"))
-            line.no_wrap = True
-            lines.append(line)
-        if lines:
-            yield "terms", Columns(lines, padding=(0, 3))
+        for label, family in (("terms", "reward/"), ("by kind", "accuracy/")):
+            names = [name for name in self.curves if name.startswith(family) and name != "reward/mean"]
+            lines = []
+            for name in sorted(names, key=lambda name: self.curves[name][-1])[:KINDS] if family == "accuracy/" else names:
+                value = (f"{self.curves[name][-1]:.2f} ", "bold")
+                line = Text.assemble(f"{name.removeprefix(family)} ", value, (sparkline(self.curves[name], 10), "cyan"))
+                line.no_wrap = True
+                lines.append(line)
+            if len(names) > len(lines):
+                lines.append(Text(f"the lowest {len(lines)} of {len(names)}", style="dim"))
+            if lines:
+                yield label, Columns(lines, padding=(0, 3))
+        if "planner/level" in self.metrics:
+            success = self.metrics.get("planner/success")
+            yield (
+                "level",
+                Text(f"{self.metrics['planner/level']:.0f}{'' if success is None else f'  success {success:.2f}'}"),
+            )
         if self.evaluations:
             step, last = self.evaluations[-1]
             line = Text()
@@ -294,6 +308,21 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def category_lines(summary: Summary) -> list[str]:
+    """A line for each kind of task with its success and interval, ASCII only; the lowest where there are many."""
+    kinds = {name: part for name, part in summary.get("categories", {}).items() if part.get("accuracy") is not None}
+    if len(kinds) < 2:
+        return []
+    lowest = sorted(kinds, key=lambda name: kinds[name]["accuracy"])[:KINDS]
+    lines = [
+        f"{name.encode('ascii', 'replace').decode()}: {share_or_reward(part)} "
+        f"[{interval_text(part).replace('–', ' to ')}], n = {part['tasks']}"
+        for name, part in kinds.items()
+        if name in lowest
+    ]
+    return lines + ([f"the lowest {len(lowest)} of {len(kinds)} kinds of tasks"] if len(kinds) > len(lowest) else [])
 
 
 def _measured(summary: Summary) -> str:

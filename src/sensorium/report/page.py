@@ -36,6 +36,8 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 MEDIA_BYTES = 4 * 1024 * 1024
 AGE = "staleness/share_"
 STEPS_NAMED = 12
+KIND = "accuracy/"
+CURVES, AVERAGED = 6, 10  # curves in one chart, and steps in a mean
 WORDS = {
     "picture": ("pictures", "pictures blanked"),
     "video": ("videos", "videos blanked"),
@@ -133,6 +135,25 @@ def stage_table(summaries: Sequence[Summary], warm: int) -> str:
     return f'{note}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
+def kinds_table(rows: Rows) -> str:
+    """Accuracy in training by kind of task: the mean of its first and of its last steps; empty where there are no kinds."""
+    cells = []
+    for name in sorted({key for row in rows for key in row if key.startswith(KIND)}):
+        known = [float(row[name]) for row in rows if name in row]
+        few = max(1, min(AVERAGED, len(known) // 2))
+        early, late = sum(known[:few]) / few, sum(known[-few:]) / few
+        parts = [{"accuracy": early}, {"accuracy": late, "tasks": len(known)}]
+        cells.append(_row(name.removeprefix(KIND), parts, ("first", "last"), "part", by_reward=False))
+    if not cells:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("", "first", "last", "change", "steps"))
+    note = (
+        f"Accuracy in training, as the mean of the first and of the last {AVERAGED} steps (or half of them) with that kind."
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(cells)}</tbody></table>"
+    return f'<p class="note">{note}</p><div class="scroll">{table}</div>'
+
+
 def _row(name: str, parts: Sequence[Summary], heads: Sequence[str], kind: str, by_reward: bool) -> str:
     old, new = (part.get("reward" if by_reward else "accuracy") for part in parts[-2:])
     change = "–" if old is None or new is None else f"{new - old:+.3f}" if by_reward else f"{100 * (new - old):+.1f}"
@@ -167,11 +188,15 @@ def _learning_charts(rows: Rows, summaries: Rows, axis: Axis) -> str:
         _metric_series(name.removeprefix("reward/"), name, rows, colour=(0, 3, 2, 4, 5)[i % 5])
         for i, name in enumerate(term for term in terms if term != "reward/mean")
     ]
+    kinds = [name for name in dict.fromkeys(key for row in rows for key in row) if name.startswith(KIND)]
+    by_kind = [_metric_series(name.removeprefix(KIND), name, rows, colour=i) for i, name in enumerate(kinds)]
     supervised = [row for row in rows if "groups/trained" not in row and "reward/mean" not in row]
     wanted = [
         ("Reward", [_metric_series("mean reward", "reward/mean", rows)]),
         ("Accuracy", accuracy),
+        ("Accuracy by kind of task", by_kind if len(by_kind) <= CURVES else []),
         ("Reward by term", by_term if len(by_term) > 1 else []),
+        ("Level of the curriculum", [_metric_series("level", "planner/level", rows, 3)]),
         ("Loss of the warm start", [_metric_series("loss", "policy/loss", supervised, 4)]),
     ]
     return _chart_grid(wanted, axis)
@@ -296,6 +321,7 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
     sections = [
         _section("Learning", "curves", _learning_charts(rows, summaries, axis)),
         _section("Stage by stage" if warm else "Before and after", "table", stage_table(summaries, warm)),
+        _section("Training by kind of task", "table", kinds_table(rows)),
         _section("The same questions, before and after", "compared", _compared(directory, album, comparisons, warm)),
         _section("Groups from training", "groups", _groups(directory, album, groups, _estimator(recipe))),
         _section("Processes", "table processes", processes_section(recipe, rows, axis)),

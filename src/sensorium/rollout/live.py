@@ -255,6 +255,8 @@ class LiveEnvironment:
     async def demonstrate(self, turn: int) -> str:
         """A good response from the current state."""
         assert self._environment is not None
+        if not hasattr(self._environment, "demonstrate"):
+            raise EnvironmentFailure(f"environment '{self._name}' has no demonstrate(), so there is nothing to learn from")
         shown = await self._call("demonstrate", DEMONSTRATE - turn, self._environment.demonstrate)
         return _checked(text_of, shown, self._name, "demonstrate")
 

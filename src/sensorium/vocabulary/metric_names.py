@@ -47,8 +47,7 @@ DETAILS = {
     "episodes/length_mean": "tokens an episode",
     "episodes/turns_mean": "turns an episode",
     "environment/invalid_share": "turns without a valid action",
-    "planner/level": "level of the curriculum",
-    "planner/success": "success at that level",
+    "planner/success": "success at the level",
     "throughput/episodes_per_s": "episodes a second",
 }
 WAITS = {

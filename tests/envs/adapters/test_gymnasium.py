@@ -128,7 +128,7 @@ def test_a_box_is_filled_by_a_call_whose_ranges_are_checked() -> None:
 class Desk(gymnasium.Env[Any, Any]):
     """Takes every kind of space within a Dict, and shows what it was given."""
 
-    metadata = {"render_modes": []}  # noqa: RUF012  as Gymnasium has it
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012  as Gymnasium has it
 
     def __init__(self, render_mode: str | None = None) -> None:
         parts = {

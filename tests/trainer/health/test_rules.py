@@ -370,6 +370,14 @@ def test_chance_in_few_groups_is_no_sudden_loss() -> None:
     assert "sudden_loss" not in found(unlucky)
 
 
+def test_a_new_level_of_a_curriculum_is_no_sudden_loss() -> None:
+    first, second = (HEALTHY | {"accuracy": 0.8, "planner/level": level} for level in (1.0, 2.0))
+    for before in ([first] * 5, [*[first] * 4, second | {"accuracy": 0.02}]):
+        given = facts(second | {"accuracy": 0.01}, *(MIXED,) * 64, before=before)
+        assert "sudden_loss" not in found(given)
+    assert "sudden_loss" in found(facts(second | {"accuracy": 0.01}, *(MIXED,) * 64, before=[first, *[second] * 4]))
+
+
 def test_a_warm_start_without_demonstrations_says_so() -> None:
     lost = replace(episode(0, None, status=Status.FAILED), failure="task d1 has no demonstration to learn from")
     given = facts({"policy/skipped": 1}, group(lost), step=1, sections={"warm_start": {"steps": 3}})

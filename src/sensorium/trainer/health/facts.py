@@ -20,6 +20,7 @@ from sensorium.vocabulary.task import Task
 
 Row = Mapping[str, float]
 RECENT = 5
+LEVEL = "planner/level"  # tasks of another level of a curriculum are harder or easier
 UNPLAYED = (Status.FAILED, Status.ABORTED)
 
 
@@ -32,7 +33,8 @@ class History:
     """A digest of the rows so far. ``rows`` are the last few of RL; ``first`` is RL's first.
 
     ``held_out`` is the first held-out accuracy on record: after the warm start, or at the first evaluation of RL.
-    ``losses`` counts processes that were replaced and what was done again for them, since the run began.
+    ``best`` are the best means of a few rows, since a curriculum's ``level`` last changed. ``losses`` counts processes that
+    were replaced and what was done again for them, since the run began.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
@@ -41,6 +43,7 @@ class History:
         self.steps = self.trained = self.idle = 0
         self.rl_steps = self.rl_trained = 0
         self.best: dict[str, float] = {}
+        self.level: float | None = None
         self.held_out: float | None = None
         self.term_range: dict[str, tuple[float, float]] = {}
         self.losses: dict[str, float] = {}
@@ -65,8 +68,10 @@ class History:
         if rl:
             self.first = self.first or row
             self.rows.append(row)
+            if row.get(LEVEL) != self.level:
+                self.level, self.best = row.get(LEVEL), {}
             for name in ("accuracy", "reward/mean"):
-                if known := [earlier[name] for earlier in self.rows if name in earlier]:
+                if known := [one[name] for one in self.rows if name in one and one.get(LEVEL) == self.level]:
                     self.best[name] = max(self.best.get(name, -float("inf")), sum(known) / len(known))
             for name, value in row.items():
                 if name.startswith("reward/"):

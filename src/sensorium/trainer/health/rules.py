@@ -16,7 +16,7 @@ from sensorium.report.terminal import visible
 from sensorium.rewards.reward_term import tagged
 from sensorium.runs.metrics import Finding
 from sensorium.runs.run_directory import step_name
-from sensorium.trainer.health.facts import RECENT, HeldOutResult, StepFacts, lacks_answer, was_judged
+from sensorium.trainer.health.facts import LEVEL, RECENT, HeldOutResult, StepFacts, lacks_answer, was_judged
 from sensorium.vocabulary.episode import Episode, Status
 from sensorium.vocabulary.metric_names import REPLACEMENTS
 from sensorium.vocabulary.plain import counted
@@ -82,7 +82,8 @@ def sudden_loss(facts: StepFacts) -> Finding | None:
         "updates with algorithm.kl.coef"
     )
     best, now = facts.history.best.get("accuracy"), facts.row.get("accuracy")
-    if best is not None and now is not None and groups and now < min(best / 2, best - SURE * sqrt(0.25 / groups)):
+    alike = facts.row.get(LEVEL) == facts.history.level
+    if alike and best is not None and now is not None and groups and now < min(best / 2, best - SURE * sqrt(0.25 / groups)):
         what = f"accuracy fell from {best:.2f} to {now:.2f}"
         return Finding("sudden_loss", what, cause, advice, grave=True)
     first, entropy = facts.history.first.get("policy/entropy"), facts.row.get("policy/entropy")
@@ -133,8 +134,11 @@ def _clearly_below(now: HeldOutResult, was: HeldOutResult, comparisons: int) -> 
 def held_out(facts: StepFacts) -> Finding | None:
     """Accuracy rose on training tasks, to above that on held-out ones, which did not rise.
 
-    Training accuracy is sampled, held-out accuracy often greedy, so training must be above the held-out interval.
+    Training accuracy is sampled, held-out accuracy often greedy, so training must be above the held-out interval. A
+    curriculum trains on tasks of another difficulty, so nothing is compared.
     """
+    if LEVEL in facts.row:
+        return None
     first, now = facts.history.held_out, facts.row.get("eval/accuracy")
     before, recent = facts.history.first.get("accuracy"), facts.recent("accuracy")
     if first is None or now is None or before is None or not recent or now - first > NO_GAIN:

@@ -79,4 +79,6 @@ def has_demonstration(task: Task) -> bool:
     """True if a task, or its environment, has a demonstration."""
     if task.demonstration or task.environment is None:
         return bool(task.demonstration)
-    return bool(getattr(resolve("environment", task.environment.name), "demonstrates", True))
+    kind = resolve("environment", task.environment.name)
+    able = hasattr(kind, "demonstrate") or not isinstance(kind, type)  # what a function builds is not known yet
+    return able and bool(getattr(kind, "demonstrates", True))
