@@ -176,6 +176,7 @@ def test_a_wrong_argument_shows_the_usage(capsys: pytest.CaptureFixture[str], re
     assert "unrecognized arguments: --dryrun; did you mean '--dry-run'?" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_things_of_the_users_own_are_found_beside_the_recipe(tmp_path: Path) -> None:
     made, scored = "def __init__(self, limit: int = 3) -> None: ...", "def score(self, task, episode): return 1.0"
     (tmp_path / "my_terms.py").write_text(f"class Brevity:\n    {made}\n    {scored}\n")

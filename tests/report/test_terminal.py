@@ -48,6 +48,7 @@ def test_a_guarded_stream_lets_progress_bars_through_and_rich_past_it() -> None:
     assert stream.getvalue().endswith("\x1b[31mx\x1b[0m\n")
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("command", ["validate", "train"])
 def test_a_hostile_path_in_a_row_reaches_no_terminal(tmp_path: Path, command: str) -> None:
     row = {"id": f"t{CLIPBOARD}", "messages": [{"role": "user", "content": [
