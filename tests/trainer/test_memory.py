@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sensorium.cluster import event_loop
 from sensorium.report.watcher import Watcher
 from sensorium.trainer.run import train
 
@@ -37,6 +38,7 @@ def test_a_run_thaws_what_it_froze_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int, expected: list[str]
 ) -> None:
     done: list[str] = []
+    monkeypatch.setattr(event_loop, "_excluded_by", "nobody")
     monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
     for name in ("freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
@@ -46,6 +48,7 @@ def test_a_run_thaws_what_it_froze_and_nothing_else(
 
 def test_a_run_thaws_also_where_a_watcher_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
+    monkeypatch.setattr(event_loop, "_excluded_by", "nobody")
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
     for name in ("freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: done.append(name))

@@ -6,7 +6,6 @@ a resumed run repeats the uninterrupted one.
 """
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import torch
 
 from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
 from sensorium.assembly.session import Session, sampling_of
-from sensorium.cluster.event_loop import set_aside, set_aside_more
+from sensorium.cluster.event_loop import set_aside, set_aside_more, take_back
 from sensorium.data.mixture import SkippedRow
 from sensorium.data.planner import Planner
 from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_scored
@@ -446,7 +445,7 @@ class Trainer:
         end = run_end(error, finished=self.step >= self.total_steps)
         with ExitStack() as closing:  # all of them, whatever one of them raises; the last first
             if self._froze:
-                closing.callback(gc.unfreeze)  # a process may train more than once
+                closing.callback(take_back)  # a process may train more than once
             for part in (self.ledger, self.session, self.learner, self.schedule, self.loader):
                 closing.callback(part.close)
             closing.callback(self.watcher.finished)
