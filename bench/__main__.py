@@ -9,7 +9,8 @@ python -m bench all [--limit-s 540] [--cases W1,Q35] [--out all.json]
 python -m bench curves
 python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench kernels --workload W1|W2|W3 [--steps 3] [--limit-s 500] [--known FILE] [--out kernels.json]
-python -m bench schedules [--workload text|W1] [--steps 4] [--slow] [--tiny]
+python -m bench schedules [--workload text|W1] [--steps 4] [--tiny] [--slow [--slower 1]
+                          [--environments local|workers|service]]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
 
 ``--sharing off`` also times the update with every episode as a group of its own, in the same process: each pays its prompt,
@@ -56,6 +57,8 @@ def main() -> None:
     )
     parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35", "A3B", "text"])
     parser.add_argument("--slow", action="store_true", help="schedules: with environments that take 0.2 to 1 s a turn")
+    parser.add_argument("--slower", type=float, default=1.0, help="schedules --slow: multiplies the environments' time")
+    parser.add_argument("--environments", default="local", choices=["local", "workers", "service"], help="where they are")
     parser.add_argument("--prompts", type=int, help="prompts a step, instead of the workload's")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
@@ -96,8 +99,9 @@ def main() -> None:
         logging.disable(logging.WARNING)
         work = "text" if given.tiny or given.slow else given.workload
         rows = compare(
-            "cpu" if given.tiny else "cuda", work, environments="slow" if given.slow else "fast", steps=given.steps
-        )
+            "cpu" if given.tiny else "cuda", work, environments="slow" if given.slow else "fast", steps=given.steps,
+            slower=given.slower, where=given.environments,
+        )  # fmt: skip
         print(json.dumps(rows, indent=1))
         return
     if given.workload == "W0":

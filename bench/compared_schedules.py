@@ -3,15 +3,26 @@
 On a GPU the work is that of a GSM8K run: a text model of Qwen2.5 0.5B's shape with random weights, 128 prompts × 8, up to
 320 new tokens, two updates a step; or W1. Random weights do not end a response, so lengths are drawn from 120 to 320 tokens
 by the request's key. On a CPU the model has a few hundred thousand weights.
+
+Slow environments take 0.2 to 1 s a turn, times ``slower`` (for a machine of which a process gets only a part). ``of_ideal``
+compares with ``PLACES`` environments that are in a call all the time: with a mean call of c seconds and t turns they end
+PLACES / (t · c) episodes a second, 26.7 with 64 places, 4 turns and 0.6 s. ``of_bound`` compares with what a schedule that
+waits for a step's last episode could reach if engine and update took no time: a step's episodes in the time that the calls
+of its longest one take, on average. The asynchronous schedule does not wait, so its bound is the ideal.
 """
 
 import asyncio
 import gc
+import os
 import random
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,10 +51,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
         "algorithm": {"correction": {"weights": "token"}},
     },
 }
+SECONDS, TURNS, PLACES = (0.2, 1.0), 4, 64  # of slow environments: of a call, of an episode, at once
 SHOWN = (
     "time/rollout_s", "time/update_s", "episodes/length_mean", "mismatch/prob_error", "correction/effective_share",
     "staleness/mean", "wait/learner_for_episodes_s", "wait/engine_for_learner_s", "time/environments_busy",
-    "engine/rows_mean",
+    "time/environment_mean_s", "time/environment_wait_max_s", "engine/rows_mean",
 )  # fmt: skip
 
 
@@ -62,21 +74,21 @@ class LongQuestions:
 
 
 class Slow:
-    """Answers after 0.2 to 1 s, ``turns`` times; how long is a function of the seed and the turn."""
+    """Answers after 0.2 to 1 s times ``slower``, ``TURNS`` times; how long is a function of the seed and the turn."""
 
     instant = False
 
-    def __init__(self, *, store: Any = None, turns: int = 4) -> None:
-        self.turns, self.turn = turns, 0
+    def __init__(self, *, store: Any = None, slower: float = 1.0) -> None:
+        self.turn, self.slower = 0, slower
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
-        self.random = random.Random(seed)
+        self.seconds = [self.slower * second for second in call_seconds(seed)]
         return (), Observation((user(QUESTION),))
 
     def step(self, response: str) -> StepResult:
-        time.sleep(self.random.uniform(0.2, 1.0))
+        time.sleep(self.seconds[self.turn])
         self.turn += 1
-        done = self.turn == self.turns
+        done = self.turn == TURNS
         return StepResult(
             None if done else Observation((Message("user", (Text(QUESTION),)),)), float(len(response) % 7), done
         )
@@ -86,6 +98,20 @@ class Slow:
 
     def close(self) -> None:
         pass
+
+
+def call_seconds(seed: int) -> list[float]:
+    """How long each call of an episode takes, before ``slower``."""
+    drawn = random.Random(seed)
+    return [drawn.uniform(*SECONDS) for _ in range(TURNS)]
+
+
+def shares(episodes_per_s: float, schedule: str, prompts: int, episodes: int, slower: float) -> dict[str, float]:
+    """Episodes a second as a share of the ideal, and of the schedule's own bound; members of a group take equally long."""
+    ideal = PLACES / (TURNS * slower * sum(SECONDS) / 2)
+    steps = [max(sum(call_seconds(prompts * step + i)) for i in range(prompts)) for step in range(1000)]
+    bound = ideal if schedule == "asynchronous" else min(ideal, episodes / (slower * statistics.mean(steps)))
+    return {"of_ideal": round(episodes_per_s / ideal, 3), "of_bound": round(episodes_per_s / bound, 3)}
 
 
 def compare(
@@ -99,20 +125,55 @@ def compare(
 ) -> list[dict[str, Any]]:
     """A row for each schedule."""
     found = []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+    with ExitStack() as scratching:
+        folder = Path(scratching.enter_context(tempfile.TemporaryDirectory()))
         model = _model(device, work, folder)
+        if more.get("where") == "service":
+            more["served"] = scratching.enter_context(served())
         for name in schedules or tuple(SCHEDULES):
             recipe = _recipe(device, work, environments, model, folder / name, SCHEDULES[name.partition("+")[0]], more)
             if name.endswith("+eager"):
                 recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"schedule": "eager"})})
             row = {"schedule": name, "work": work, "environments": environments} | _measured(recipe, steps, work)
+            if environments == "slow":
+                batch, slower = recipe.batch, more.get("slower", 1.0)
+                episodes = batch.prompts_per_step * batch.group_size
+                row |= shares(row["episodes_per_s"], recipe.schedule.name, batch.prompts_per_step, episodes, slower)
             print(row, file=sys.stderr, flush=True)
             found.append(row)
     base = found[0]
     for row in found:
         row["over_first"] = round(row["step_s"] / base["step_s"], 3)
     return found
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of an environment service in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "sensorium", "serve", "env", "compared_schedules:Slow", "--port", str(port)]
+    server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.DEVNULL)
+    try:
+        wait_until_up(port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_until_up(port: int, seconds: float = 120.0) -> None:
+    """Until a server on this machine accepts connections."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 1.0).close()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.2)
 
 
 def _model(device: str, work: str, folder: Path) -> Path:
@@ -146,8 +207,11 @@ def _recipe(
     batch: dict[str, Any] = {"prompts_per_step": 128 if gpu else 16, "group_size": 8, "updates_per_epoch": 2}
     if environments == "slow":
         rollout |= {"max_turns": 4, "max_new_tokens": 32 if gpu else 16}
-        tasks = {"source": "environments", "options": {"environment": "compared_schedules:Slow", "size": 4096}}
-        tasks["options"] |= {"split_by": "seed"}
+        given["cluster"] = {"environments": 2 if more.get("where") == "workers" else 0}
+        place = {"environment": "compared_schedules:Slow", "options": {"slower": more.get("slower", 1.0)}}
+        if served := more.get("served"):
+            place = {"environment": "remote", "options": {"servers": [served]} | place}
+        tasks = {"source": "environments", "options": {"size": 4096, "split_by": "seed"} | place}
         batch["prompts_per_step"] = 8
     rollout |= more.get("rollout", {})
     batch |= more.get("batch", {})

@@ -16,9 +16,9 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from inspect import isawaitable
@@ -156,7 +156,7 @@ class NoWorker(WorkerFailure):
 class CallCounters:
     """Since they were last taken: calls, overdue ones, seconds they ran and waited for a slot (sum and longest).
 
-    ``lived_s`` are the seconds that the callers were there, waiting for other things included, as far as they say so.
+    ``most_callers``: how many callers were there at once, waiting for other things included, as far as they say so.
     """
 
     calls: int = 0
@@ -165,7 +165,7 @@ class CallCounters:
     ran_most_s: float = 0.0
     waited_s: float = 0.0
     waited_most_s: float = 0.0
-    lived_s: float = 0.0
+    most_callers: int = 0
 
     def add(self, waited_s: float, ran_s: float) -> None:
         """Count a call."""
@@ -183,6 +183,7 @@ class WorkerPool:
         self.name, self.size = name, size
         self.most_hung = 4 * size if most_hung is None else most_hung
         self.counters = CallCounters()
+        self.callers = 0
         self._idle: list[Worker] = []
         self._left: list[Worker] = []
         self._started = 0
@@ -293,9 +294,19 @@ class WorkerPool:
             self._count(call, lent, worker, 0.0)
         return self._outcome(call)
 
+    @contextmanager
+    def caller(self) -> Iterator[None]:
+        """Somebody who will call and do other things in between, such as an episode."""
+        self.callers += 1
+        self.counters.most_callers = max(self.counters.most_callers, self.callers)
+        try:
+            yield
+        finally:
+            self.callers -= 1
+
     def take_counters(self) -> CallCounters:
         """What was counted since the last time."""
-        taken, self.counters = self.counters, CallCounters()
+        taken, self.counters = self.counters, CallCounters(most_callers=self.callers)
         return taken
 
     def close(self) -> None:

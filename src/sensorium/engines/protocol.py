@@ -157,6 +157,9 @@ class InFlightEngine(Protocol):
     def paused(self) -> AbstractContextManager[None]:
         """Sample nothing inside, though requests may come. Only engines without ``own_weights`` need it."""
 
+    async def take_turn(self, seconds: float) -> None:
+        """Inside ``paused``, while nobody computes: sample until no request is open, for so long at most."""
+
 
 class Engine(Protocol):
     """A sampler. ``version`` counts the updates of the weights it samples with, and is stamped on what it writes."""

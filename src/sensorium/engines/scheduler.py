@@ -100,6 +100,18 @@ class TickScheduler:
             self._resumed.set()
             self._resumed = None
 
+    async def take_turn(self, seconds: float) -> None:
+        """Inside ``paused``: tick until no request is open, for so long at most."""
+        if (resumed := self._resumed) is None:
+            return
+        self._resumed, ends = None, time.perf_counter() + seconds
+        resumed.set()
+        try:
+            while self._open and time.perf_counter() < ends:
+                await asyncio.sleep(0)  # the pump ticks once in each turn of the event loop
+        finally:
+            self._resumed = asyncio.Event()
+
     def _happened(self) -> None:
         self._events += 1
         self._news.set()

@@ -352,6 +352,7 @@ class _Pass:
         passes = tower_passes(policy, learning, idle, room) if room is not None else TowerPasses()
         features = UpdateFeatures(policy, learning, idle, passes)
         for microbatch in (*learning, *idle):
+            policy.give_way()
             with features.shown_by(microbatch):
                 self._run(microbatch, features)
         features.backward()

@@ -56,6 +56,10 @@ class Sharding(Protocol):
         ...
 
 
+def _nothing() -> None:
+    pass
+
+
 class Policy:
     """A model that is sampled from and trained. ``version`` counts its updates.
 
@@ -79,6 +83,7 @@ class Policy:
         self.model = model
         self.adapters = adapters
         self.version = 0
+        self.give_way: Callable[[], None] = _nothing  # called between the micro-batches of an update, in its thread
         self.vocab_size: int = adapter.head.weight.shape[0]
         assert self.vocab_size == chat.vocab_size, "the head has a row for every token of the config's vocabulary"
         self.sharding: Sharding | None = None

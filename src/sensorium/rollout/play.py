@@ -7,10 +7,10 @@ recipe alone; deadlines that fired are kept in ``Deadlines`` so that a resumed r
 """
 
 import asyncio
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -319,9 +319,9 @@ class Rollout:
             nonlocal done
             async with gate:
                 live.enter()
-                began = time.perf_counter()
                 try:
-                    episodes[play.id] = episode = await play.episode(live)
+                    with self.pool.caller() if play.task.environment is not None else nullcontext():
+                        episodes[play.id] = episode = await play.episode(live)
                     if stop is not None:
                         stop.ended(episode)
                     if all(member.id in episodes for member in groups[place]):
@@ -329,8 +329,6 @@ class Rollout:
                     return episode
                 finally:
                     live.leave()
-                    if play.task.environment is not None:
-                        self.pool.counters.lived_s += time.perf_counter() - began
                     if stop is not None and not self.engine.capabilities.lockstep:
                         stop.between_ticks()  # there are no ticks to wait for
                     done += 1

@@ -80,10 +80,17 @@ class Collector:
         session.tell_by(watcher.noted)
         self.traits = estimator_traits(recipe.algorithm.advantage.name)
 
-    async def collect(self, step: int, clock: Clock, played: Callable[[], None] = lambda: None) -> CollectedStep:
+    async def collect(
+        self,
+        step: int,
+        clock: Clock,
+        played: Callable[[], None] = lambda: None,
+        drawn: Callable[[], None] = lambda: None,
+    ) -> CollectedStep:
         """Play rounds until there are enough groups to train on, or as many rounds as the recipe allows.
 
-        ``played`` is called as soon as the step samples nothing more, though scores may still be missing.
+        ``drawn`` is called when a round's tasks are drawn; ``played`` as soon as the step samples nothing more, though
+        scores may still be missing.
         """
         so_far = _RoundsSoFar(self.loader.drawn, Deadlines(known=self.ledger.deadlines()))
         self.session.scorer.take_counts()  # of an evaluation before this step
@@ -93,18 +100,25 @@ class Collector:
             missing = wanted - len(so_far.selection.groups)
             so_far.rounds += 1
             plays_on = self.recipe.selection.dynamic or self.traits.greedy  # what else is played depends on scores
-            complete = await self._play(step, missing, so_far, clock, (lambda: None) if plays_on else played)
+            complete = await self._play(step, missing, so_far, clock, (lambda: None) if plays_on else played, drawn)
             await self._select(step, complete, so_far, clock)
         return self._collected(so_far)
 
     async def _play(
-        self, step: int, missing: int, so_far: _RoundsSoFar, clock: Clock, played: Callable[[], None]
+        self,
+        step: int,
+        missing: int,
+        so_far: _RoundsSoFar,
+        clock: Clock,
+        played: Callable[[], None],
+        begun: Callable[[], None],
     ) -> list[Group]:
         """Draw, play and score a round; returns the groups that were played to their end."""
         recipe = self.recipe
         with clock("draw"):
             drawn = await self.loader.draw(recipe.selection.played(missing))
             self.ledger.plan(step, so_far.first, self.loader.drawn)
+        begun()
         stop = EarlyStop(missing) if len(drawn.tasks) > missing else None
         groups, scored = await self._scored_as_complete(
             drawn.tasks, recipe.batch.group_size, Attempt(recipe.seed, step), sampling_of(recipe.rollout), so_far, clock,
@@ -195,7 +209,8 @@ class Collector:
         fates |= masked(kept.groups) if self.recipe.rollout.mask_truncated else {}
         fates |= {e.id: BASELINE for group in so_far.baselines for e in group.episodes}
         row = skip_metrics(so_far.skipped, so_far.long) | self.session.scorer.take_metrics()
-        row |= environment_metrics(self.session.rollout.pool)
+        begun = (*so_far.groups, *so_far.cancelled, *so_far.baselines)
+        row |= environment_metrics(self.session.rollout.pool, sum(len(group.episodes) for group in begun))
         if section.dynamic:
             row["groups/rounds"] = so_far.rounds
             row["groups/without_signal"] = so_far.without_signal

@@ -42,7 +42,14 @@ from sensorium.trainer.health.rules import SLOW_CALL_S
 from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.health.start_checks import has_demonstration
 from sensorium.trainer.schedules import RUN_ENDED, Schedule, make_schedule
-from sensorium.trainer.step_metrics import CategoryAccuracy, Clock, MediaMeter, episode_metrics, staleness_metrics
+from sensorium.trainer.step_metrics import (
+    CategoryAccuracy,
+    Clock,
+    MediaMeter,
+    environments_busy,
+    episode_metrics,
+    staleness_metrics,
+)
 from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, remember_media, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate, SensoriumError
@@ -187,7 +194,7 @@ class Trainer:
         measured = episode_metrics(groups, selection, mask_truncated=recipe.rollout.mask_truncated)
         measured |= self.categories.row(groups) | self.loader.planner_metrics()
         row = measured | learned | collected.metrics | clock.metrics(collected.played)
-        row |= self.schedule.take_waits(row["time/step_s"])
+        row |= self.schedule.take_waits(row["time/step_s"]) | environments_busy(row, len(episodes))
         return row, Evidence(
             groups,
             collected.fates,

@@ -2,30 +2,33 @@
 
     synchronous     collect 1 · update 1 · collect 2 · update 2 · …
     one_step_off    collect 1 · play 2 · update 1 beside scoring 2 · play 3 · update 2 beside scoring 3 · …
+    … eager         collect 1 · update 1 beside playing 2 · update 2 beside playing 3 · …
 
 With one_step_off a step is trained on episodes of the policy before its last update. The engine still never samples while
-an update is in flight: scoring of one step (judges, reward services) overlaps with the update of another. Before a
-checkpoint or an evaluation nothing is played ahead (``Recipe.plays_ahead``): what follows depends on the checkpoint alone.
+an update is in flight: scoring of one step (judges, reward services) overlaps with the update of another. Where the rollout
+is eager and environments are slow, those overlap too: engine and update take turns, and what is sampled after the update
+has its weights (``Segment.versions``). Before a checkpoint or an evaluation nothing is played ahead
+(``Recipe.plays_ahead``): what follows depends on the checkpoint alone.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 
-from sensorium.assembly.session import sampling_of
+from sensorium.assembly.session import Session, sampling_of
 from sensorium.data.mixture import SkippedRow
 from sensorium.engines.protocol import InFlightEngine
 from sensorium.recipe.schema import Recipe
 from sensorium.rewards.scorer import GroupScoring
 from sensorium.rollout.play import Attempt, Deadlines
 from sensorium.trainer.collect import CollectedStep, Collector
+from sensorium.trainer.health.rules import SLOW_CALL_S
 from sensorium.trainer.selection import Selection, masked, select
 from sensorium.trainer.step_metrics import Clock, environment_metrics, length_metrics
 from sensorium.trainer.task_loader import prompt_too_long, skip_metrics
@@ -130,6 +133,7 @@ class AsynchronousSchedule:
         self._restored: list[dict[str, Any]] = []
         self._known: dict[tuple[str, int], str] = {}
         self._waits = Waits()
+        self._call_s = 0.0  # seconds of an environment's call in the last step, on average
         self._idle_since: float | None = None
 
     async def collect(self, step: int, clock: Clock) -> CollectedStep:
@@ -169,11 +173,10 @@ class AsynchronousSchedule:
     async def compute(self, work: Callable[[], Result]) -> Result:
         """Run what the learner does, beside environments and scoring; and beside the engine if it has weights of its own.
 
-        An engine that samples with the learner's weights takes turns with it, so that neither slows the other down.
+        An engine that samples with the learner's weights takes turns with it, so that neither slows the other down: whole
+        updates, or where environments are slow micro-batches.
         """
-        engine = self.session.engine
-        with nullcontext() if engine.capabilities.own_weights else cast(InFlightEngine, engine).paused():
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await compute_beside(self.session, self._thread, work, turns=self._call_s >= SLOW_CALL_S)
 
     async def beside_scoring(self, update: Callable[[], Result]) -> Result:
         """Run a step's update; groups are played beside it as far as ``compute`` allows."""
@@ -349,7 +352,8 @@ class AsynchronousSchedule:
         played = tuple(group.group for group in groups if group.group is not None)
         fates = selection.fates | (masked(selection.groups) if self.recipe.rollout.mask_truncated else {})
         row = skip_metrics(waits.skipped, waits.long) | self.session.scorer.take_metrics()
-        row |= environment_metrics(self.session.rollout.pool) | length_metrics(played, fates)
+        row |= environment_metrics(self.session.rollout.pool, len(groups) * self._size) | length_metrics(played, fates)
+        self._call_s = row.get("time/environment_mean_s", 0.0)
         row["wait/learner_for_episodes_s"] = waits.episodes_s
         row["wait/learner_for_scores_s"] = waits.scores_s
         row["wait/engine_for_learner_s"] = waits.idle_s
@@ -382,6 +386,41 @@ class AsynchronousSchedule:
             self._changed = asyncio.Event()
 
 
+class EngineTurns:
+    """Called between the micro-batches of an update: where environments are slow, the engine answers them meanwhile.
+
+    A turn takes as long as the micro-batch before it at most, and ends as soon as every episode waits for its environment.
+    """
+
+    def __init__(self, engine: InFlightEngine) -> None:
+        self._engine, self._loop, self._ended = engine, asyncio.get_running_loop(), time.perf_counter()
+
+    def __call__(self) -> None:
+        turn = asyncio.run_coroutine_threadsafe(self._engine.take_turn(time.perf_counter() - self._ended), self._loop)
+        while not turn.done() and self._loop.is_running():  # it stops where the run is interrupted
+            wait([turn], timeout=0.2)
+        if turn.done() and not turn.cancelled():
+            turn.result()  # raises what went wrong
+        self._ended = time.perf_counter()
+
+
+async def compute_beside(session: Session, thread: Executor, work: Callable[[], Result], *, turns: bool) -> Result:
+    """Run what the learner does in a thread, beside environments and scoring; and beside an engine with own weights.
+
+    An engine that samples with the learner's weights waits meanwhile, or takes ``turns`` with it.
+    """
+    loop, policy = asyncio.get_running_loop(), session.policy
+    if session.engine.capabilities.own_weights:
+        return await loop.run_in_executor(thread, work)
+    engine, nothing = cast(InFlightEngine, session.engine), policy.give_way
+    with engine.paused():
+        policy.give_way = EngineTurns(engine) if turns else nothing
+        try:
+            return await loop.run_in_executor(thread, work)
+        finally:
+            policy.give_way = nothing
+
+
 def make_schedule(
     recipe: Recipe, collector: Collector, new_clock: Callable[[], Clock]
 ) -> "Schedule | AsynchronousSchedule":
@@ -394,13 +433,14 @@ def make_schedule(
 class Schedule:
     """Collects steps for a run. ``new_clock`` times a step that is played ahead.
 
-    ``streaming``: responses may be open whenever weights change, which is so of the asynchronous schedule alone.
+    ``streaming``: responses may be open when weights change next.
     """
-
-    streaming = False
 
     def __init__(self, recipe: Recipe, collector: Collector, new_clock: Callable[[], Clock]) -> None:
         self.recipe, self.collector, self.new_clock = recipe, collector, new_clock
+        self.streaming = False
+        self._played = asyncio.Event()
+        self._call_s = 0.0  # seconds of an environment's call in the last step, on average
         self._ahead: tuple[asyncio.Task[CollectedStep], Clock] | None = None
         self._for_episodes_s = self._for_scores_s = 0.0
         self._updating: ThreadPoolExecutor | None = None
@@ -419,10 +459,14 @@ class Schedule:
             collected = await self.collector.collect(step, clock)
             self._for_episodes_s += clock.seconds.get("rollout", 0.0)
             self._for_scores_s += clock.seconds.get("score", 0.0)
+            self._call_s = collected.metrics.get("time/environment_mean_s", 0.0)
             return collected
         (task, its_clock), self._ahead = self._ahead, None
+        await self._until_played()
         started = time.perf_counter()
         collected = await task
+        self.streaming = False
+        self._call_s = collected.metrics.get("time/environment_mean_s", 0.0)
         self._for_scores_s += time.perf_counter() - started
         clock.seconds |= its_clock.seconds
         return collected
@@ -438,13 +482,28 @@ class Schedule:
         return row
 
     async def play_ahead(self, step: int) -> None:
-        """Begin to collect a step; returns when it is played, though scores may still be missing."""
-        played, clock = asyncio.Event(), self.new_clock()
-        task = asyncio.create_task(self.collector.collect(step, clock, played.set))
+        """Begin to collect a step; returns when it is played, though scores may still be missing.
+
+        Where environments are slow, the rollout is eager and the step is one round, it returns once the tasks are drawn and
+        had as long as a call takes: then most environments are in their first call when the update begins.
+        """
+        self._played = played = asyncio.Event()
+        drawn, clock = asyncio.Event(), self.new_clock()
+        task = asyncio.create_task(self.collector.collect(step, clock, played.set, drawn.set))
+        task.add_done_callback(lambda _: drawn.set())
         task.add_done_callback(lambda _: played.set())
         self._ahead = (task, clock)
+        capabilities, traits = self.collector.session.engine.capabilities, self.collector.traits
+        slow = self._call_s >= SLOW_CALL_S and capabilities.in_flight and not capabilities.lockstep
+        self.streaming = slow and self.recipe.selection.rounds == 1 and not traits.greedy
+        if not self.streaming:
+            return await self._until_played()
+        await drawn.wait()
+        await asyncio.wait({task}, timeout=self._call_s)
+
+    async def _until_played(self) -> None:
         started = time.perf_counter()
-        await played.wait()
+        await self._played.wait()
         self._for_episodes_s += time.perf_counter() - started
 
     async def compute(self, work: Callable[[], Result]) -> Result:
@@ -462,9 +521,14 @@ class Schedule:
         self.collector.loader.load_state_dict(state["tasks"])
 
     async def beside_scoring(self, update: Callable[[], Result]) -> Result:
-        """Run an update, in a thread while a step that was played ahead is scored; returns when both are done."""
+        """Run an update, in a thread while the step ahead is scored, and played where the rollout is eager.
+
+        Returns when both are done, or where the next is still played.
+        """
         if self._ahead is None or self._updating is None:
             return update()
+        if self.streaming:
+            return await compute_beside(self.collector.session, self._updating, update, turns=True)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._updating, update)
         finally:

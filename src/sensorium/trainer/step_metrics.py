@@ -164,19 +164,27 @@ def length_metrics(groups: Sequence[Group], fates: Mapping[str, str]) -> dict[st
     return row
 
 
-def environment_metrics(pool: WorkerPool) -> dict[str, float]:
-    """Times of environment calls in threads since the last row; empty where there were none."""
+def environment_metrics(pool: WorkerPool, episodes: int) -> dict[str, float]:
+    """Calls of environments in threads since the last row, for so many episodes; empty where there were none."""
     counted = pool.take_counters()
     if not counted.calls:
         return {}
-    lived_s = max(counted.ran_s, counted.lived_s - counted.waited_s)
-    busy = {"time/environments_busy": counted.ran_s / lived_s} if counted.lived_s else {}
-    return busy | {
+    return {
+        "environment/places": max(1, min(pool.size, counted.most_callers)),
+        "time/environment_episode_s": counted.ran_s / max(1, episodes),
         "time/environment_mean_s": counted.ran_s / counted.calls,
         "time/environment_max_s": counted.ran_most_s,
         "time/environment_wait_max_s": counted.waited_most_s,
         "environment/hung": pool.hung,
     }
+
+
+def environments_busy(row: Mapping[str, float], episodes: int) -> dict[str, float]:
+    """How many environments were in a call on average over a whole step, as a share of those that could be."""
+    if "environment/places" not in row:
+        return {}
+    possible_s = row["environment/places"] * row["time/step_s"]
+    return {"time/environments_busy": min(1.0, row["time/environment_episode_s"] * episodes / possible_s)}
 
 
 GIB = 1 << 30

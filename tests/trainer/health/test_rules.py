@@ -28,8 +28,11 @@ SLOW = {
     "time/step_s": 9.0,
     "wait/learner_for_episodes_s": 7.0,
     "time/environment_mean_s": 0.6,
-    "time/environments_busy": 0.7,
+    "time/environment_episode_s": 4.0,
+    "time/environments_busy": 0.4,
+    "environment/places": 64,
 }
+FULL = {"time/environments_busy": 0.8}
 NOTHING = HEALTHY | {"reward/mean": 0.0, "reward/exact": 0.0, "accuracy": 0.0, "groups/zero_variance": 4}
 
 
@@ -195,7 +198,7 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         facts(HEALTHY, given_up=("Triton is not installed.", "a kernel\nfailed")),
         "given up, so the run is slower than it could be: Triton is not installed; a kernel failed",
     ),
-    "slow_phase": (facts(HEALTHY | SLOW), "environments (0.6 s a call, 70 % busy) took most of 9.0 s"),
+    "slow_phase": (facts(HEALTHY | SLOW), "environments (0.6 s a call, 40 % busy) took most of 9.0 s"),
 }
 
 
@@ -204,8 +207,8 @@ CASES: dict[str, tuple[StepFacts, str]] = {
     [
         ({}, {}, "schedule: asynchronous"),
         ({}, {"rollout": {"schedule": "lockstep"}}, "rollout.schedule: eager"),
-        ({"time/environment_wait_max_s": 5.0}, {}, "rollout.environment_calls"),
-        ({}, {"schedule": "asynchronous"}, "schedule.max_staleness"),
+        (FULL | {"time/environment_wait_max_s": 5.0}, {}, "rollout.environment_calls"),
+        (FULL, {"schedule": "asynchronous"}, "schedule.max_staleness"),
         ({"wait/learner_for_scores_s": 6.0}, {}, "one_step_off"),
     ],
 )
@@ -217,6 +220,22 @@ def test_what_limits_a_run_is_named_with_the_key_to_set(
     (finding,) = examine(facts(HEALTHY | SLOW | changes, sections=sections))
     assert finding.rule == "slow_phase"
     assert way_out in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections"),
+    [
+        ({"time/environment_mean_s": 0.01}, {}),  # sampling is slow
+        ({"time/environment_episode_s": 2.0}, {}),  # as above, and environments take a part of it
+        ({"time/environment_wait_max_s": 5.0}, {"schedule": "asynchronous"}),  # places are free most of the time
+        ({"wait/learner_for_episodes_s": 3.0}, {}),  # the update is slow
+        ({"time/step_s": 0.9, "wait/learner_for_episodes_s": 0.4}, {}),  # a step is short
+    ],
+)
+def test_environments_that_do_not_limit_a_run_are_not_named(changes: dict[str, float], sections: dict[str, Any]) -> None:
+    if "schedule" in sections:
+        sections = sections | {"algorithm": {"correction": {"weights": "token"}}}
+    assert examine(facts(HEALTHY | SLOW | changes, sections=sections)) == []
 
 
 def test_every_rule_has_a_case_here_and_says_what_it_is() -> None:

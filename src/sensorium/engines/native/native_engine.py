@@ -115,6 +115,12 @@ class NativeEngine:
         """No token is sampled inside: the policy is trained. Requests wait."""
         return self.scheduler.paused()
 
+    async def take_turn(self, seconds: float) -> None:
+        """Inside ``paused``, while nobody trains the policy: sample until no request is open, for so long at most."""
+        if self._policy.version != self.version:  # the first of a step's updates is done
+            self.push_weights(self._policy, self._policy.version)
+        await self.scheduler.take_turn(seconds)
+
     def reset_cache(self) -> None:
         """Drop all keys, values and features."""
         self.scheduler.refuse_open()

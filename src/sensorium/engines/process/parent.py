@@ -121,6 +121,10 @@ class ProcessEngine:
         """No tick begins inside."""
         return self.scheduler.paused()
 
+    async def take_turn(self, seconds: float) -> None:
+        """Inside ``paused``: sample until no request is open, for so long at most."""
+        await self.scheduler.take_turn(seconds)
+
     def reset_cache(self) -> None:
         """Keep nothing of earlier rollouts."""
         self.scheduler.refuse_open()

@@ -37,6 +37,7 @@ LARGEST_KL = 2e-2  # largest KL of engine and learner that bfloat16 or a GPU's k
 BLANKED = {"picture": "pictures blanked", "video": "videos blanked", "sound": "sound muted"}
 FAILED_SHARE = 0.1
 LONG_STEP_S, SLOW_CALL_S, SLOW_BUSY_SHARE = 1.0, 0.05, 0.5  # below them no phase counts as slow
+FULL_SHARE = 0.7  # of the environments' places: from there on, more places help
 IN_A_ROW = 3  # steps without reward or variance before a warning: a single step of few prompts may be chance
 FEWEST = 4  # episodes that a claim about all of them must rest on
 # Terms, by part, that lower the reward of responses they are to prevent, and their value for all other responses.
@@ -571,16 +572,19 @@ def slow_phase(facts: StepFacts) -> Finding | None:
     call_s, busy = row.get("time/environment_mean_s", 0.0), row.get("time/environments_busy", 0.0)
     if episodes_s <= half or call_s < SLOW_CALL_S:
         return None
-    queue_s = row.get("time/environment_wait_max_s", 0.0)
+    queue_s, places = row.get("time/environment_wait_max_s", 0.0), row.get("environment/places", 0.0)
+    full = busy * row.get("time/step_s", 0.0) > FULL_SHARE * (2 * half if schedule == "asynchronous" else episodes_s)
     if rollout.schedule == "lockstep":
         cause, advice = "in lockstep all wait for the slowest of them", "Set rollout.schedule: eager (or auto)"
-    elif queue_s > call_s:
+    elif full and places >= rollout.environment_calls and queue_s > call_s:
         cause = f"calls waited up to {queue_s:.1f} s for one of {rollout.environment_calls} places"
         advice = "Raise rollout.environment_calls, if the environments bear it"
-    elif busy < SLOW_BUSY_SHARE:
-        return None
     elif schedule == "asynchronous":
+        if not full:
+            return None
         cause, advice = "as many groups were played as may be", "Raise schedule.max_staleness or batch.group_size"
+    elif row.get("time/environment_episode_s", 0.0) < SLOW_BUSY_SHARE * episodes_s:
+        return None
     else:
         cause, advice = "a step ends with its slowest episodes", "Set schedule: asynchronous, which plays on meanwhile"
     what = f"environments ({call_s:.2g} s a call, {100 * busy:.0f} % busy) took most of {2 * half:.1f} s"
