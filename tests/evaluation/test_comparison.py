@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.cli.compare import compare
 from sensorium.cli.main import main
+from sensorium.evaluation.comparison import compare
 from sensorium.evaluation.summary import mean_interval, paired_interval
 from sensorium.systems.audio_visual.sources import COLUMNS
 from sensorium.vocabulary.errors import TaskError

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from sensorium.cli.compare import compare_folders
+from sensorium.evaluation.comparison import compare_sides, side_of
 from sensorium.evaluation.evaluate import evaluate_into
-from sensorium.evaluation.folder import EvaluationFolder
 from sensorium.runs.episodes import task_from_json
 from sensorium.vocabulary import Media
 from tests.recipes import parsed, quick
@@ -33,6 +32,5 @@ def test_a_line_has_all_turns_of_an_episode_with_references_to_what_was_shown(tm
         shown = [block for message in conversation for block in message.content if isinstance(block, Media)]
         assert len(shown) == 3
         assert all(len(picture.hash) == 64 for picture in shown)
-    folder = EvaluationFolder(out)
-    assert compare_folders(folder, folder)["asked_otherwise"] == 0
+    assert compare_sides(side_of(str(out)), side_of(str(out)))["asked_otherwise"] == 0
     assert summary["tasks"] == 2

@@ -1,136 +1,72 @@
-"""Compare two finished evaluations of the same tasks: both accuracies by category, and the difference with its interval.
+"""Compare evaluations of the same tasks: of two models, of two runs by their own evaluations, or of groups of seeds.
 
 Tasks are paired, which makes a small difference visible: those that both get right, or both get wrong, do not blur it.
+A side is a run (its own last evaluation), the folder of an evaluation, or a quoted pattern of either, which is a group of
+seeds. One side alone (an experiment) is grouped by setting, and so are more than two; each is compared with the first.
 """
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from sensorium.evaluation.folder import EvaluationFolder
-from sensorium.evaluation.summary import Sample, by_task, mean_at_k, mean_interval, paired_interval, sign_test
-from sensorium.report.tables import comparison_grid, markdown, print_grid
+from sensorium.evaluation.comparison import (
+    Side,
+    by_setting,
+    compare_sides,
+    group_notes,
+    refuse_unequal,
+    settings_of,
+    side_of,
+)
+from sensorium.report.tables import comparison_grid, markdown, print_grid, settings_grid
 from sensorium.report.terminal import Terminal, say
 from sensorium.runs.durable import write_whole
-from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary.errors import RecipeError
 
-Name = tuple[str, int]  # a task's id, and which of its occurrences in the list of tasks it is
+USAGE = "sensorium compare A [B …] [--out DIR]"
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("a", type=Path, metavar="A", help="the folder of an evaluation: of the model before")
-    parser.add_argument("b", type=Path, metavar="B", help="the folder of another: of the model after")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where comparison.md and comparison.json go; default: B")
+    given = "a run, the folder of an evaluation, an experiment, or a quoted pattern: 'sweeps/x/lr=1e-4,*'"
+    parser.add_argument("sides", nargs="+", metavar="A B", help=given)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where comparison.md and comparison.json go; default: B, if that is a folder",
+    )
 
 
 def run(arguments: Namespace) -> int:
     console = Terminal()
-    found = compare_folders(EvaluationFolder(arguments.a), EvaluationFolder(arguments.b))
-    grid = comparison_grid(found)
+    sides = [side_of(given) for given in arguments.sides]
+    if len(sides) == 2:
+        found = compare_sides(*sides)
+        grid = comparison_grid(found)
+    else:
+        sides = sides_by_setting(sides)
+        refuse_unequal(sides)
+        found = {"settings": settings_of(sides), "notes": list(group_notes(sides))}
+        grid = settings_grid(found["settings"], found["notes"])
     print_grid(grid, console)
-    out = arguments.out or arguments.b
+    default = Path(arguments.sides[-1]) if len(sides) == 2 and len(sides[-1].members) == 1 else None
+    out = arguments.out or default
+    if out is None:
+        return 0
     write_whole(out / "comparison.json", json.dumps(found, indent=1) + "\n")
     write_whole(out / "comparison.md", markdown(grid))
     say(f"written to {out / 'comparison.md'} and comparison.json", console)
     return 0
 
 
-def compare_folders(a: EvaluationFolder, b: EvaluationFolder) -> dict[str, Any]:
-    """Compare two finished evaluations. Whatever differs beside the model is noted."""
-    found = compare(a.read(), b.read())
-    claims = [folder.claimed() for folder in (a, b)]
-    summary = b.read_summary()
-    order = [category for category in summary["categories"] if category in found["categories"]]
-    sides = {
-        side: {"folder": str(folder.path), "model": claim["model"], "settings": claim["settings"]}
-        for side, folder, claim in zip("ab", (a, b), claims, strict=True)
-    }
-    return {
-        **sides,
-        **found,
-        "categories": {category: found["categories"][category] for category in order},
-        **({"columns": summary["columns"]} if "columns" in summary else {}),
-        "notes": list(_notes(found, *claims)),
-    }
-
-
-def compare(a: Sequence[Sample], b: Sequence[Sample]) -> dict[str, Any]:
-    """Accuracies, paired difference and McNemar's counts over the tasks that both judged, all of them and by category."""
-    tasks_a, tasks_b = _named(a), _named(b)
-    shared = [name for name in tasks_b if name in tasks_a]
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    for name in shared:
-        one, other = tasks_a[name], tasks_b[name]
-        if one[0].answer != other[0].answer:
-            raise TaskError(
-                f"task {name[0]}: its answer is {one[0].answer!r:.60} in A and {other[0].answer!r:.60} in B, so these are "
-                "different questions. Evaluate both models on the same data."
-            )
-        before, after = mean_at_k(one), mean_at_k(other)
-        if before is not None and after is not None:
-            pairs.setdefault(other[0].category, []).append((before, after))
-    judged = [pair for category in pairs.values() for pair in category]
-    if not judged:
-        raise TaskError(
-            f"A has {len(tasks_a)} tasks and B has {len(tasks_b)}, and no task was judged in both. Evaluate both models on "
-            "the same data."
+def sides_by_setting(sides: list[Side]) -> list[Side]:
+    """One side, or single runs that a shell found, grouped by setting; several groups stay as they were named."""
+    if len(sides) > 2 and any(len(side.members) > 1 for side in sides):
+        return sides
+    found = by_setting([member for side in sides for member in side.members])
+    if len(found) < 2:
+        raise RecipeError(
+            f"'{sides[0].name}' is one setting, so there is nothing to compare it with. Name a second side: sensorium "
+            "compare A B"
         )
-    samples = max(len(task) for task in (*tasks_a.values(), *tasks_b.values()))
-    return {
-        "all": _part(judged, samples),
-        "categories": {category: _part(pairs[category], samples) for category in sorted(pairs)},
-        "only_in_a": len(tasks_a) - len(shared),
-        "only_in_b": len(tasks_b) - len(shared),
-        "not_judged": len(shared) - len(judged),
-        "asked_otherwise": sum(tasks_a[name][0].question != tasks_b[name][0].question for name in shared),
-    }
-
-
-def _part(pairs: Sequence[tuple[float, float]], samples: int) -> dict[str, Any]:
-    """The numbers of all tasks or of a category, from each task's shares of right samples.
-
-    ``only_a`` counts tasks of which A gets more samples right: with one sample each, those that only A gets right.
-    """
-    sides = {
-        side: {"accuracy": sum(values) / len(values), "interval": list(mean_interval(values, samples))}
-        for side, values in zip("ab", zip(*pairs, strict=True), strict=True)
-    }
-    differences = [after - before for before, after in pairs]
-    only_a, only_b = sum(value < 0 for value in differences), sum(value > 0 for value in differences)
-    return {
-        "tasks": len(pairs),
-        **sides,
-        "difference": sum(differences) / len(differences),
-        "interval": list(paired_interval(differences)),
-        "only_a": only_a,
-        "only_b": only_b,
-        "p": sign_test(only_a, only_b),
-    }
-
-
-def _named(samples: Sequence[Sample]) -> dict[Name, list[Sample]]:
-    times: Counter[str] = Counter()
-    tasks: dict[Name, list[Sample]] = {}
-    for task in by_task(samples):
-        tasks[task[0].task, times[task[0].task]] = task
-        times[task[0].task] += 1
-    return tasks
-
-
-def _notes(found: Mapping[str, Any], a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    if found["only_in_a"] or found["only_in_b"]:
-        only = f"{found['only_in_a']:,} are in A only and {found['only_in_b']:,} in B only"
-        yield f"Compared on the {found['all']['tasks'] + found['not_judged']:,} tasks that both have; {only}."
-    if found["not_judged"]:
-        yield f"{found['not_judged']:,} tasks that both have are left out: they were not judged in one or the other."
-    if found["asked_otherwise"]:
-        yield f"{found['asked_otherwise']:,} tasks were put to B in other words or with other media than to A."
-    for name in ("temperature", "samples", "seed"):
-        one, other = a["settings"].get(name), b["settings"].get(name)
-        if one != other:
-            yield f"Not only the model differs: {name} is {one} for A and {other} for B."
-    if a["weights"] == b["weights"]:
-        yield "A and B are the same model, weight by weight."
+    return found

@@ -18,7 +18,7 @@ from sensorium.cluster.event_loop import lasting_objects, run_async
 from sensorium.data.mixture import each_once, make_sources, table_columns, with_way_out
 from sensorium.engines.protocol import Sampling
 from sensorium.evaluation.folder import EvaluationFolder, Journal, add_costs
-from sensorium.evaluation.summary import Row, row_of, sample_of, summarize_samples
+from sensorium.evaluation.summary import Row, Sample, row_of, sample_of, summarize_samples
 from sensorium.models.checkpoint_path import identity
 from sensorium.recipe.plan import CLIPS_AT_ONCE
 from sensorium.recipe.schema import Recipe, RolloutSection
@@ -85,9 +85,10 @@ Extract = Callable[[Task, Episode], str | None]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """A summary of plain numbers, and the scored groups behind it."""
+    """A summary of plain numbers, and the samples and scored groups behind it."""
 
     summary: dict[str, Any]
+    samples: tuple[Sample, ...]
     groups: tuple[Group, ...]
 
 
@@ -110,7 +111,8 @@ async def evaluate(
     attempt, sampling = attempt_of(recipe.seed, name, occasion), sampling_of(section, temperature)
     async for scored in play_chunks(session.rollout, scorer, tasks, cut(tasks), samples, attempt, sampling, section):
         groups += scored
-    return EvaluationResult(summarize(groups, name, scorer.extract if scorer.comparing else None), tuple(groups))
+    made = samples_of(groups, scorer.extract if scorer.comparing else None)
+    return EvaluationResult(summarize_samples(made, name), tuple(made), tuple(groups))
 
 
 def nothing_scored(groups: Sequence[Group]) -> str:
@@ -132,12 +134,16 @@ def summarize(
     groups: Sequence[Group], name: str, extract: Extract | None = None, columns: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """The summary of scored groups, one a task; ``extract`` gives a sample's answer, for majority votes."""
-    samples = [
+    return summarize_samples(samples_of(groups, extract), name, columns)
+
+
+def samples_of(groups: Sequence[Group], extract: Extract | None = None) -> list[Sample]:
+    """The samples of scored groups, one a task."""
+    return [
         sample_of(group.task, position, episode, extract(group.task, episode) if extract else None, extract is not None)
         for position, group in enumerate(groups)
         for episode in group.episodes
     ]
-    return summarize_samples(samples, name, columns)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,54 @@ def mean_interval(values: Sequence[float], samples: int = 1, z: float = Z95) -> 
     return wilson(mean * trials, trials, z)
 
 
+# The 97.5 % quantile of Student's t by degrees of freedom; from five on an expansion in 1/n is good to three digits.
+T975 = (12.706205, 4.302653, 3.182446, 2.776445)
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t."""
+    if freedom <= len(T975):
+        return T975[freedom - 1]
+    z, n = Z95, float(freedom)
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )
+
+
+def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean by Student's t; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean = sum(values) / len(values)
+    half = t_quantile(len(values) - 1) * sqrt(_variance(values) / len(values))
+    return mean - half, mean + half
+
+
+def welch_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the difference of two means, b - a, by Welch; None where a side has fewer than two values.
+
+    The degrees of freedom are rounded down, so that the interval is never too narrow by that.
+    """
+    if len(a) < 2 or len(b) < 2:
+        return None
+    difference = sum(b) / len(b) - sum(a) / len(a)
+    parts = [_variance(side) / len(side) for side in (a, b)]
+    whole = sum(parts)
+    if whole == 0:
+        return difference, difference
+    freedom = whole**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
+    half = t_quantile(max(1, int(freedom + 1e-9))) * sqrt(whole)
+    return difference - half, difference + half
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
 def paired_interval(differences: Sequence[float], z: float = Z95) -> tuple[float, float]:
     """95 % interval of the mean of per-task differences, each within [-1, 1].
 
@@ -162,6 +210,24 @@ def sample_from(row: Row) -> Sample:
         votes="extracted" in row,
         question=_question(row["messages"]),
     )
+
+
+ANSWER_SHOWN = 80
+OUTCOME = ("task", "position", "category", "correct", "reward", "answer", "question")  # the same in row and sample
+
+
+def outcome_of(sample: Sample) -> Row:
+    """A sample in a short line without its texts; of a long answer a digest."""
+    answer = sample.answer
+    if len(text := json.dumps(answer, ensure_ascii=False, default=str)) > ANSWER_SHOWN:
+        answer = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    row = {name: getattr(sample, name) for name in OUTCOME} | {"answer": answer}
+    return {**row, "sample": sample.index, "status": sample.status.value}
+
+
+def outcome_from(row: Row) -> Sample:
+    """The sample of such a line."""
+    return Sample(**{name: row[name] for name in OUTCOME}, index=row["sample"], status=Status(row["status"]))
 
 
 def _shown(task: Task, episode: Episode) -> tuple[Any, ...]:

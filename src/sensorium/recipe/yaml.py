@@ -3,6 +3,7 @@
 PyYAML reads YAML 1.1, where ``1e-6`` is a string, ``no`` is false and ``1:30`` is ninety.
 """
 
+import json
 import re
 from contextlib import suppress
 from typing import Any
@@ -123,6 +124,15 @@ def _trace(node: pyyaml.Node, path: Path, lines: Lines, where: str) -> None:
                 )
             lines[place] = key.start_mark.line + 1
             _trace(value, place, lines, where)
+
+
+def value_text(value: Any) -> str:
+    """A value as one writes it: 1e-4, 0.5, true, [a, b]."""
+    if isinstance(value, float):
+        plain, mantissa = repr(value), f"{value:e}".partition("e")[0]
+        digits = re.sub(r"e([-+])0*(\d)", r"e\1\2", f"{value:.{max(0, len(mantissa.rstrip('0')) - 2)}e}").replace("e+", "e")
+        return digits if len(digits) < len(plain) and float(digits) == value else plain
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def dotted(path: Path) -> str:

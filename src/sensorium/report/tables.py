@@ -161,6 +161,7 @@ def _house_table(title: str, *columns: str) -> Table:
 
 MOST_COLUMNS = 10
 INTERVAL = "95 % interval"
+ACROSS_TASKS, ACROSS_SEEDS = "95 % across tasks", "95 % across seeds"
 Part = Mapping[str, Any]
 
 
@@ -204,9 +205,32 @@ def summary_grid(summary: Summary) -> Grid:
 
 
 def comparison_grid(comparison: Summary) -> Grid:
-    """Two evaluations of the same tasks: both accuracies, the difference, and how many tasks changed sides."""
-    columns, parts = _parts(comparison["all"], comparison)
-    rows = [
+    """Two sides on the same tasks: both accuracies, the difference, and how many tasks changed sides."""
+    names = tuple(f"{side.upper()}: {comparison[side]['folder']} ({comparison[side]['model']})" for side in ("a", "b"))
+    columns, rows = ["all"], list[tuple[str, Sequence[str]]]()
+    if "all" in comparison:
+        columns, parts = _parts(comparison["all"], comparison)
+        rows = _paired_rows(parts)
+    if "differences" in comparison:
+        changes = comparison["differences"]
+        blank = ["–"] * (len(columns) - 1)
+        if "accuracy" in changes:
+            rows.insert(6, (ACROSS_SEEDS, [_change_edges(changes["accuracy"], "across_seeds", 100), *blank]))
+            rows[5] = (ACROSS_TASKS, rows[5][1])
+        if (change := changes["reward"]) is not None:
+            sides = comparison["groups"]
+            rows += [
+                (f"{name} reward", [_number(side["reward"]["mean"]), *blank])
+                for name, side in zip("AB", sides, strict=True)
+            ]
+            rows.append(("B − A, reward", [f"{change['difference']:+.3f}", *blank]))
+            rows.append((ACROSS_TASKS, [_change_edges(change, "across_tasks"), *blank]))
+            rows.append((ACROSS_SEEDS, [_change_edges(change, "across_seeds"), *blank]))
+    return _grid("A and B on the same tasks", columns, rows, (*names, *comparison["notes"]))
+
+
+def _paired_rows(parts: Sequence[Part]) -> list[tuple[str, Sequence[str]]]:
+    return [
         ("A accuracy", [share(part["a"]["accuracy"]) for part in parts]),
         (INTERVAL, [interval_text(part["a"]) or "–" for part in parts]),
         ("B accuracy", [share(part["b"]["accuracy"]) for part in parts]),
@@ -218,8 +242,40 @@ def comparison_grid(comparison: Summary) -> Grid:
         ("p (McNemar)", ["< 0.001" if part["p"] < 0.001 else f"{part['p']:.3f}" for part in parts]),
         ("n", [f"{part['tasks']:,}" for part in parts]),
     ]
-    names = tuple(f"{side.upper()}: {comparison[side]['folder']} ({comparison[side]['model']})" for side in ("a", "b"))
-    return _grid("A and B on the same tasks", columns, rows, (*names, *comparison["notes"]))
+
+
+def settings_grid(settings: Sequence[Part], notes: Sequence[str], title: str = "settings on the same tasks") -> Grid:
+    """Settings as rows: held-out reward and accuracy, each with its interval across seeds and the one across tasks."""
+    measured = [name for name in ("reward", "accuracy") if any(one[name] for one in settings)]
+    columns = ["runs", *(column for name in measured for column in (name, ACROSS_SEEDS, ACROSS_TASKS))]
+    changed = next((name for name in measured if any(one.get(f"{name}_change") for one in settings)), "")
+    if changed:
+        columns += [f"{changed} against the first", ACROSS_SEEDS, ACROSS_TASKS]
+    rows = []
+    for one in settings:
+        cells = [f"{len(one['runs'])}"]
+        for name in measured:
+            show, part = (_number if name == "reward" else share), one[name]
+            cells.append(show(part["mean"] if part else None))
+            cells += [_edges(part, across, 1 if name == "reward" else 100) for across in ("across_seeds", "across_tasks")]
+        if changed:
+            change, scale = one.get(f"{changed}_change"), 1 if changed == "reward" else 100
+            cells.append(f"{scale * change['difference']:+.3g}" if change else "–")
+            cells += [_change_edges(change, across, scale) for across in ("across_seeds", "across_tasks")]
+        rows.append((one["name"], cells))
+    return _grid(title, columns, rows, notes)
+
+
+def _edges(part: Part | None, across: str, scale: int = 1) -> str:
+    edges = part.get(across) if part else None
+    places = 3 if scale == 1 else 1
+    return "–" if edges is None else f"{scale * edges[0]:.{places}f}–{scale * edges[1]:.{places}f}"
+
+
+def _change_edges(part: Part | None, across: str, scale: int = 1) -> str:
+    edges = part.get(across) if part else None
+    places = 3 if scale == 1 else 1
+    return "–" if edges is None else " to ".join(f"{scale * edge:+.{places}f}" for edge in edges)
 
 
 def markdown(grid: Grid) -> str:
@@ -250,7 +306,7 @@ def print_grid(grid: Grid, console: Console) -> None:
 def _table(grid: Grid) -> Table:
     table = _house_table(grid.title, *grid.columns)
     for i, (name, cells) in enumerate(grid.rows):
-        style = "bold" if i == 0 else "dim" if name == INTERVAL else ""
+        style = "bold" if i == 0 else "dim" if name in (INTERVAL, ACROSS_TASKS, ACROSS_SEEDS) else ""
         table.add_row(Text(name), *(Text(cell) for cell in cells), style=style)
     return table
 

@@ -17,14 +17,14 @@ import shlex
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sensorium.runs.durable import read_json, rewrite_rows, write_all, write_whole, writing
+from sensorium.runs.durable import read_json, rewrite_rows, write_all, write_rows, write_whole, writing
 from sensorium.vocabulary.errors import RecordError
 
 STEP = re.compile(r"step_(\d+)")
@@ -38,6 +38,7 @@ class RunDirectory:
         self.recipe = self.path / "recipe.yaml"
         self.modules = self.path / "modules.json"
         self.source = self.path / "source.json"
+        self.ancestor = self.path / "ancestor.json"
         self.tasks = self.path / "tasks.json"
         self.media_files = self.path / "media_files.jsonl"
         self.metrics = self.path / "metrics.jsonl"
@@ -48,6 +49,7 @@ class RunDirectory:
         self.media = self.path / "media"
         self.decoded = self.path / "decoded"
         self.eval = self.path / "eval"
+        self.outcomes = self.eval / "outcomes"
         self.checkpoints = self.path / "checkpoints"
         self.kept = self.path / "kept"
         self.reference = self.path / "reference"
@@ -83,7 +85,7 @@ class RunDirectory:
         """Remove a run's rows, episodes, evaluations and report, and its ledger if asked to."""
         for path in (self.metrics, self.health, self.report, *(self.path.glob("ledger.sqlite*") if ledger else ())):
             path.unlink(missing_ok=True)
-        for folder in (self.episodes, self.eval):
+        for folder in (self.episodes, self.eval, self.outcomes):
             for path in folder.glob("step_*"):
                 path.unlink()
 
@@ -100,8 +102,24 @@ class RunDirectory:
     def eval_episodes_of(self, step: int, name: str = "eval") -> Path:
         return self.eval / f"{step_name(step)}_{name}.jsonl"
 
+    def outcomes_of(self, step: int, name: str = "eval") -> Path:
+        """Every sample of an evaluation without its text: what comparing runs needs, however few episodes are logged."""
+        return self.outcomes / f"{step_name(step)}_{name}.jsonl"
+
+    def write_outcomes(self, step: int, rows: Iterable[Any]) -> None:
+        with writing(self.outcomes):
+            self.outcomes.mkdir(exist_ok=True)
+        write_rows(self.outcomes_of(step), rows)
+
     def checkpoint_of(self, step: int) -> Path:
         return self.checkpoints / step_name(step)
+
+    def forked_at(self) -> tuple[str, int, dict[str, Any]] | None:
+        """The run that this one was forked from, after which step, and what was changed then."""
+        if not self.ancestor.exists():
+            return None
+        data = read_json(self.ancestor, "Remove it: then nothing says which run this one was forked from.")
+        return str(data.get("run")), int(data.get("step", 0)), dict(data.get("changed", {}))
 
     def write_summary(self, step: int, summary: dict[str, Any]) -> Path:
         path = self.summary_of(step, str(summary.get("name", "eval")))
@@ -123,7 +141,7 @@ class RunDirectory:
         """Remove rows and files of steps past ``step``: a resumed run writes them again."""
         for rows in (self.metrics, self.health):
             rewrite_rows(rows, partial(_is_up_to, rows, step))
-        for folder in (self.episodes, self.eval):
+        for folder in (self.episodes, self.eval, self.outcomes):
             for path in folder.glob("step_*"):
                 if STEP.match(path.name) and step_of(path) > step:
                     path.unlink()

@@ -20,7 +20,7 @@ from sensorium.cluster.event_loop import set_aside, set_aside_more, take_back
 from sensorium.data.mixture import SkippedRow
 from sensorium.data.planner import Planner
 from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_scored
-from sensorium.evaluation.summary import summary_metrics
+from sensorium.evaluation.summary import outcome_of, summary_metrics
 from sensorium.kernels.first_use import given_up, take_untold_seconds
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.learner_protocol import RunLearner
@@ -432,7 +432,10 @@ class Trainer:
         warn_if_changed(state["surroundings"])
         self.step = self.saved_at = state["step"]
         self.heartbeat.at(self.step)
-        self.schedule.load_state_dict(state if "tasks" in state else {"tasks": drawn_by_position(state["position"])})
+        if "tasks" not in state:
+            state = {**state, "tasks": drawn_by_position(state["position"])}
+        if state["tasks"] is not None:  # of a fork with other tasks
+            self.schedule.load_state_dict(state)
         self.best = None if state["best"] is None else Best(**state["best"])
         self.sound_at, self.categories.names = state["sound_at"], list(state.get("categories", ()))
         self.learner.load(self.checkpoints.path(self.step))
@@ -514,6 +517,7 @@ class RunEvaluator:
         self.meter.lap("media/eval")
         if problem := nothing_scored(evaluation.groups):
             self.watcher.attention(f"ATTENTION: the evaluation after step {step} measured nothing: {problem}")
+        self.directory.write_outcomes(step, map(outcome_of, evaluation.samples))
         self.directory.write_summary(step, evaluation.summary)
         write_episodes(self.directory.eval_episodes_of(step), step, evaluation.groups, recipe.logging.episodes)
         self.watcher.evaluated(step, evaluation.summary)
