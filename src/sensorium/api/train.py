@@ -22,7 +22,7 @@ from sensorium.report.watcher import Watcher
 from sensorium.runs.checkpoint_layout import CheckpointFolder
 from sensorium.runs.durable import read_rows
 from sensorium.runs.run_directory import RunDirectory, lock_run
-from sensorium.trainer.run_claim import go_on
+from sensorium.trainer.run_claim import Fork, go_on
 from sensorium.vocabulary.errors import RecipeError
 
 Result = TypeVar("Result")
@@ -90,16 +90,41 @@ def train(
             raise RecipeError(f"overwrite: '{directory.path}' holds no run, so it is not removed; remove it yourself.")
         with lock_run(directory.path):  # not a run that a process still works in
             shutil.rmtree(directory.path)
-    return _train(checked, resume=False, show=show, watchers=watchers)
+    return train_checked(checked, show=show, watchers=watchers)
 
 
 def resume(run: str | Path | Run, *, show: bool = True, watchers: Iterable[Watcher] = (), **changes: Any) -> Run:
     """Resume a run from its last checkpoint. Functions and rows that are in no file must be passed again, as to train."""
     directory = run.directory if isinstance(run, Run) else Path(run)
-    return _train(recipe_of(Run(directory), changes), resume=True, show=show, watchers=watchers)
+    return train_checked(recipe_of(Run(directory), changes), resume=True, show=show, watchers=watchers)
 
 
-def _train(recipe: Recipe, *, resume: bool, show: bool, watchers: Iterable[Watcher]) -> Run:
+def fork(
+    run: str | Path | Run,
+    step: int,
+    name: str,
+    *,
+    fresh_optimizer: bool = False,
+    show: bool = True,
+    watchers: Iterable[Watcher] = (),
+    **changes: Any,
+) -> Run:
+    """Go on from a run's checkpoint of a step as a new run, with ``changes`` to anything but the model's shape."""
+    directory = run.directory if isinstance(run, Run) else Path(run)
+    recipe = recipe_of(Run(directory), {**changes, "name": name})
+    return train_checked(recipe, fork=Fork(directory, step, fresh_optimizer), show=show, watchers=watchers)
+
+
+def train_checked(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    restart: bool = False,
+    fork: Fork | None = None,
+    show: bool,
+    watchers: Iterable[Watcher],
+) -> Run:
+    """Train a checked recipe; progress is printed if it is to ``show``."""
     recipe = resolve_epochs(recipe)  # the console shows the number of steps
     if resume:
         go_on(recipe, RunDirectory(recipe.directory))  # before torch is imported, which takes seconds
@@ -112,7 +137,7 @@ def _train(recipe: Recipe, *, resume: bool, show: bool, watchers: Iterable[Watch
         console = Terminal()
         observers.insert(0, ConsoleWatcher(console, lambda: show_plan(recipe, console)))
     try:
-        return Run(outside_loop(lambda: run_recipe(recipe, resume=resume, watchers=observers)))
+        return Run(outside_loop(lambda: run_recipe(recipe, resume=resume, restart=restart, fork=fork, watchers=observers)))
     except KeyboardInterrupt:
         directory = recipe.directory
         saved = CheckpointFolder(RunDirectory(directory).checkpoints).steps()

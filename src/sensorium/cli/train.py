@@ -16,6 +16,7 @@ from sensorium.report.terminal import Terminal, say
 from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
+from sensorium.trainer.run_claim import Fork, fork_point, go_on
 from sensorium.vocabulary.errors import (
     CheckpointError,
     EngineLost,
@@ -28,16 +29,23 @@ from sensorium.vocabulary.errors import (
     nearest,
 )
 
-USAGE = "sensorium train RECIPE [key=value …] [--dry-run] [--resume | --restart]"
+USAGE = "sensorium train RECIPE [key=value …] [--dry-run] [--resume | --restart], or RUN@STEP --as NAME [key=value …]"
 
 
 def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("recipe", help="a YAML file, a shipped recipe (shapes), or a run directory")
+    add("recipe", help="a YAML file, a shipped recipe (shapes), a run directory, or RUN@STEP to fork a run there")
     add("overrides", nargs="*", metavar="key=value", help="change the recipe: batch.group_size=16")
     add("--dry-run", action="store_true", help="print the resolved recipe and its plan, spend nothing")
     add("--resume", action="store_true", help="go on from the run's last good checkpoint")
     add("--caprl-env", action="store_true", help="take CapRL's environment variables: CAPTION_MODEL, DATASET, …")
+    add(
+        "--as",
+        dest="name",
+        metavar="NAME",
+        help="of the fork: a new run from the checkpoint RUN@STEP, with any key changed",
+    )
+    add("--fresh-optimizer", action="store_true", help="of a fork: leave the ancestor's moments behind")
     add("--restart", action="store_true", help="start over in the directory of a run without a checkpoint")
 
 
@@ -47,7 +55,10 @@ def run(arguments: Namespace) -> int:
         raise RecipeError("--resume goes on from a checkpoint and --restart starts over; drop one of them.")
     if arguments.resume:
         _refuse_no_run(arguments.recipe)
-    overrides = list(arguments.overrides)
+    overrides, fork = list(arguments.overrides), _fork(arguments)
+    if fork is not None:
+        arguments.recipe = str(fork.ancestor)
+        overrides = [f"name={arguments.name}", *overrides]
     if arguments.caprl_env:
         caprl = import_system("sensorium.systems.caprl.settings", "--caprl-env")
         found = caprl.caprl_settings(os.environ, arguments.recipe, load_recipe(arguments.recipe), overrides)
@@ -57,6 +68,8 @@ def run(arguments: Namespace) -> int:
     recipe = resolve_epochs(load_recipe(arguments.recipe, overrides))
     if arguments.dry_run:
         notes = _resumable(recipe) if arguments.resume else []
+        if fork is not None:
+            notes.append(f"The run goes on from '{fork.ancestor}' after step {fork.step}.")
         if not arguments.resume and not arguments.restart and (problem := why_taken(RunDirectory(recipe.directory))):
             notes.append(f"A run by this recipe would be refused: {problem}")
         show_dry_run(recipe, console, named=arguments.recipe)
@@ -71,7 +84,7 @@ def run(arguments: Namespace) -> int:
 
     watcher = ConsoleWatcher(console, lambda: show_plan(recipe, console))
     try:
-        directory = train(recipe, resume=arguments.resume, restart=arguments.restart, watchers=[watcher])
+        directory = train(recipe, resume=arguments.resume, restart=arguments.restart, fork=fork, watchers=[watcher])
     except NothingTrained as error:
         raise NothingTrained(error.short) from error
     except (KeyboardInterrupt, EngineLost, MemoryExhausted, TaskError, MediaError) as error:
@@ -83,9 +96,27 @@ def run(arguments: Namespace) -> int:
     return ExitCode.UNTRAINED if run_untrained(RunDirectory(directory), recipe) else ExitCode.DONE
 
 
-def _resumable(recipe: Recipe) -> list[str]:
-    from sensorium.trainer.run_claim import go_on
+def _fork(arguments: Namespace) -> Fork | None:
+    """The fork that the arguments ask for; None where they ask for none."""
+    point = fork_point(arguments.recipe)
+    if point is None and not arguments.name and not arguments.fresh_optimizer:
+        return None
+    if point is None:
+        run, steps = arguments.recipe, []
+        if (Path(run) / "checkpoints").is_dir():
+            steps = CheckpointFolder(RunDirectory(Path(run)).checkpoints).complete()
+        named = f"{run}@{steps[-1]} (there are {', '.join(map(str, steps))})" if steps else "RUN@STEP"
+        raise RecipeError(f"--as forks a run from one of its checkpoints; say which: sensorium train {named} --as NAME")
+    if not arguments.name:
+        raise RecipeError(f"'{arguments.recipe}' forks a run, and the new run needs a name: --as NAME")
+    if arguments.resume or arguments.restart:
+        raise RecipeError(
+            "a fork begins a new run; drop --resume and --restart. A fork that was begun goes on by its own name."
+        )
+    return Fork(*point, fresh_optimizer=arguments.fresh_optimizer)
 
+
+def _resumable(recipe: Recipe) -> list[str]:
     return go_on(recipe, RunDirectory(recipe.directory))
 
 

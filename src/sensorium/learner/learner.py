@@ -192,12 +192,17 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; the policy's weights are loaded by the caller."""
+        """Go on where ``state`` was taken; the policy's weights are loaded by the caller.
+
+        Parts that a fork left out of it start afresh.
+        """
         self.steps = state["steps"]
-        self._optimizer.load_state_dict(state["optimizer"])
-        if self.critic is not None:
+        if state["optimizer"] is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        if self.critic is not None and state["critic"] is not None:
             self.critic.load_state_dict(state["critic"])
-        self._kl.load_state_dict(state["kl"])
+        if state["kl"] is not None:
+            self._kl.load_state_dict(state["kl"])
         interrupted, self._interrupted = state["begun"], None
         if interrupted is not None:
             moved = tuple(None if old_N is None else old_N.to(self.policy.device) for old_N in interrupted["old"])

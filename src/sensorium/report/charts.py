@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 
@@ -77,22 +77,30 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve in one of the page's colours; ``marks`` draws points (with intervals, if given), not a line."""
+    """One curve in one of the page's colours; ``marks`` draws points (with intervals, if given), not a line.
+
+    ``band`` is the area from low to high behind it, an edge pair a point.
+    """
 
     name: str
     points: tuple[Point, ...]
     colour: int = 0
     marks: bool = False
     intervals: tuple[tuple[float, float] | None, ...] = ()
+    band: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The steps that all charts of a page show; ``divide`` is the last step of the warm start, if any."""
+    """The steps that all charts of a page show.
+
+    ``divide`` is the last step of the warm start, ``forked`` the last one that the run's ancestor made, if any.
+    """
 
     first: float
     last: float
     divide: float | None = None
+    forked: float | None = None
 
 
 def line_chart(
@@ -124,7 +132,9 @@ def _svg(title: str, series: Sequence[Series], axis: Axis | None, width: int, he
             f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{words}" '
             f'data-chart="{escape(json.dumps(_data(series, frame)))}">',
             *_axes(frame),
-            *(_divider(axis.divide, frame) if axis is not None and axis.divide is not None else ()),
+            *(_divider(axis.divide, frame, "SFT", "RL") if axis is not None and axis.divide is not None else ()),
+            *(_divider(axis.forked, frame, "ancestor", "fork") if axis is not None and axis.forked is not None else ()),
+            *(_band(one, frame) for one in series if one.band),
             *(_marks(one, frame) if one.marks else _curve(one, frame) for one in series),
             f'<g class="cross" visibility="hidden"><line y1="{frame.top}" y2="{frame.bottom}"/></g>',
             "</svg>",
@@ -150,6 +160,7 @@ class _Frame:
         steps = [x for one in series for x, _ in one.points] + ([axis.first, axis.last] if axis is not None else [])
         values = [y for one in series for _, y in one.points]
         values += [edge for one in series for interval in one.intervals if interval for edge in interval]
+        values += [edge for one in series for edges in one.band for edge in edges]
         low, high = bounds(values)
         first, last = min(steps), max(steps)
         return _Frame(46, width - 14, 12, height - 30, first, last if last > first else first + 1, low, high)
@@ -188,11 +199,11 @@ def _axes(frame: _Frame) -> list[str]:
     return parts
 
 
-def _divider(after: float, frame: _Frame) -> list[str]:
+def _divider(after: float, frame: _Frame, before: str, then: str) -> list[str]:
     x, names = frame.x(after), []
     if x - frame.left > 60:
-        names.append(f'<text class="tick stage" x="{x - 6:.1f}" y="{frame.top + 6}" text-anchor="end">SFT</text>')
-    names.append(f'<text class="tick stage" x="{x + 6:.1f}" y="{frame.top + 6}">RL</text>')
+        names.append(f'<text class="tick stage" x="{x - 6:.1f}" y="{frame.top + 6}" text-anchor="end">{before}</text>')
+    names.append(f'<text class="tick stage" x="{x + 6:.1f}" y="{frame.top + 6}">{then}</text>')
     return [f'<line class="divide" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top - 6}" y2="{frame.bottom}"/>', *names]
 
 
@@ -202,8 +213,16 @@ def _curve(series: Series, frame: _Frame) -> str:
     if len(series.points) == 1:
         x, y = series.points[0]
         return f'<circle class="c{series.colour} dot" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>'
-    raw = _path(series.points, frame)
-    return f'<path class="c{series.colour} raw" d="{raw}"/><path class="c{series.colour} line" d="{line}"/>'
+    raw = "" if series.band else f'<path class="c{series.colour} raw" d="{_path(series.points, frame)}"/>'
+    return f'{raw}<path class="c{series.colour} line" d="{line}"/>'
+
+
+def _band(series: Series, frame: _Frame) -> str:
+    """The area between the edges, smoothed as the curve is."""
+    lows, highs = (list(edges) if series.marks else smooth(list(edges)) for edges in zip(*series.band, strict=True))
+    steps = [x for x, _ in series.points]
+    around = [*zip(steps, highs, strict=True), *reversed(list(zip(steps, lows, strict=True)))]
+    return f'<path class="c{series.colour} band" d="{_path(around, frame)}Z"/>'
 
 
 def _marks(series: Series, frame: _Frame) -> str:
@@ -250,5 +269,7 @@ def _thinned(series: Series) -> Series:
     if stride <= 1:
         return series
     kept = [i for i in range(len(series.points)) if i % stride == 0 or i == len(series.points) - 1]
+    points = tuple(series.points[i] for i in kept)
     intervals = tuple(series.intervals[i] for i in kept) if series.intervals else ()
-    return Series(series.name, tuple(series.points[i] for i in kept), series.colour, series.marks, intervals)
+    band = tuple(series.band[i] for i in kept) if series.band else ()
+    return replace(series, points=points, intervals=intervals, band=band)

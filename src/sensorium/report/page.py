@@ -304,29 +304,30 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
     rows = read_metrics(directory.metrics)
     summaries = directory.summaries()
     given = recipe.get("media") or {}
-    section = MediaSection.model_validate({key: given[key] for key in MediaSection.model_fields if key in given})
-    cache = section.cache.expanduser() if section.cache is not None else directory.decoded  # clips that the run decoded
+    media = MediaSection.model_validate({key: given[key] for key in MediaSection.model_fields if key in given})
+    cache = media.cache.expanduser() if media.cache is not None else directory.decoded  # clips that the run decoded
     decoder = open_decoder(
         MediaStore(directory.media if directory.media.is_dir() else None),
         cache,
-        cache_gib=section.cache_gib if cache.is_dir() else 0.0,
+        cache_gib=media.cache_gib if cache.is_dir() else 0.0,
         memory_gib=0.0,
-        threads=section.threads,
+        threads=media.threads,
     )
     album = Album(decoder.store, media_bytes, decoder)
     name = str(recipe.get("name", directory.path.name))
     warm = int((recipe.get("warm_start") or {}).get("steps", 0))
     steps = [float(one["step"]) for one in (*rows, *summaries)] or [0.0]
-    axis = Axis(min(steps), max(steps), warm if 0 < warm < max(steps) else None)
+    forked = directory.forked_at()
+    axis = Axis(min(steps), max(steps), warm if 0 < warm < max(steps) else None, forked[1] if forked else None)
     sections = [
-        _section("Learning", "curves", _learning_charts(rows, summaries, axis)),
-        _section("Stage by stage" if warm else "Before and after", "table", stage_table(summaries, warm)),
-        _section("Training by kind of task", "table", kinds_table(rows)),
-        _section("The same questions, before and after", "compared", _compared(directory, album, comparisons, warm)),
-        _section("Groups from training", "groups", _groups(directory, album, groups, _estimator(recipe))),
-        _section("Processes", "table processes", processes_section(recipe, rows, axis)),
-        _section("In detail", "details", _detail_charts(rows, axis)),
-        _section("Recipe", "recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
+        section("Learning", "curves", _learning_charts(rows, summaries, axis)),
+        section("Stage by stage" if warm else "Before and after", "table", stage_table(summaries, warm)),
+        section("Training by kind of task", "table", kinds_table(rows)),
+        section("The same questions, before and after", "compared", _compared(directory, album, comparisons, warm)),
+        section("Groups from training", "groups", _groups(directory, album, groups, _estimator(recipe))),
+        section("Processes", "table processes", processes_section(recipe, rows, axis)),
+        section("In detail", "details", _detail_charts(rows, axis)),
+        section("Recipe", "recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
     ]
     decoder.close()
     health = _health_panel(read_health(directory.health), len(rows), warm + int(recipe.get("steps", 0)))
@@ -335,15 +336,24 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
         batch = recipe.get("batch", {})
         attempts = f"{batch.get('prompts_per_step', '?')} prompts × {batch.get('group_size', '?')} attempts a step"
         facts = [str(recipe["model"]["path"]), _estimator(recipe).upper(), attempts, f"seed {recipe.get('seed', 0)}"]
-    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    if forked:
+        run, step, changed = forked
+        named = ", ".join(list(changed)[:4]) + (" and more" if len(changed) > 4 else "")
+        facts.append(f"forked from {Path(run).name} after step {step}{f', with another {named}' if named else ''}")
     tiles = _tiles(rows, summaries, warm)
+    return document(name, facts, health + tiles, sections, album.definitions())
+
+
+def document(name: str, facts: Sequence[str], head: str, sections: Sequence[str], definitions: str = "") -> str:
+    """A page with the style and the script of all our pages."""
     style, script = ((ASSETS / file).read_text() for file in ("report.css", "report.js"))
+    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{_policy(script)}'
         f"<title>{escape(name)} · Sensorium</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style}</style></head>\n<body>{album.definitions()}"
-        f'<header class="top"><h1>{escape(name)}</h1><p class="facts">{line}</p>{health}{tiles}</header>'
+        f"<style>{style}</style></head>\n<body>{definitions}"
+        f'<header class="top"><h1>{escape(name)}</h1><p class="facts">{line}</p>{head}</header>'
         f"<main>{''.join(sections)}</main>"
         f"<footer>Sensorium {__version__}</footer>\n<script>{script}</script></body></html>\n"
     )
@@ -363,7 +373,8 @@ def _policy(script: str) -> str:
     return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
 
 
-def _section(title: str, kind: str, body: str) -> str:
+def section(title: str, kind: str, body: str) -> str:
+    """A section of a page; empty without a body."""
     return f'<section class="{kind}"><h2>{escape(title)}</h2>{body}</section>\n' if body else ""
 
 
@@ -376,26 +387,27 @@ def _tiles(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, A
             was = "".join(f"from {share(s['accuracy'])}" for _, s in stages[-2:-1] if s.get("accuracy") is not None)
             since = "since RL began; " if was and warm and stage == "after RL" else ""
             interval = f"{since}95 % interval {interval_text(last)}" if last.get("interval") else since
-            tiles.append(_tile("held-out accuracy", share(last["accuracy"]), was, interval))
+            tiles.append(tile("held-out accuracy", share(last["accuracy"]), was, interval))
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     if len(rewards) == 1:
-        tiles.append(_tile("mean reward", f"{rewards[0]:.3f}", "", "one step"))
+        tiles.append(tile("mean reward", f"{rewards[0]:.3f}", "", "one step"))
     elif rewards:
         count = min(5, len(rewards) // 2)
         early, late = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
         below = f"first and last {count} steps" if count > 1 else "first and last step"
-        tiles.append(_tile("mean reward", f"{late:.3f}", f"from {early:.3f}", below))
+        tiles.append(tile("mean reward", f"{late:.3f}", f"from {early:.3f}", below))
     if rows:
         seconds = sum(row.get("time/step_s", 0.0) for row in rows)
         episodes = sum(row.get("throughput/episodes_per_s", 0.0) * row.get("time/step_s", 0.0) for row in rows)
-        tiles.append(_tile("steps", f"{rows[-1]['step']:,}", "", f"{round(episodes):,} episodes" if episodes else ""))
+        tiles.append(tile("steps", f"{rows[-1]['step']:,}", "", f"{round(episodes):,} episodes" if episodes else ""))
         if seconds:
             rate = f"{episodes / seconds:,.0f} episodes a second" if episodes else ""
-            tiles.append(_tile("training time", duration(seconds), "", rate))
+            tiles.append(tile("training time", duration(seconds), "", rate))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 
-def _tile(name: str, value: str, beside: str, below: str) -> str:
+def tile(name: str, value: str, beside: str, below: str) -> str:
+    """A number in large type."""
     return (
         f'<div class="tile"><span class="name">{escape(name)}</span><span class="value">{escape(value)}</span>'
         f'<span class="beside">{escape(beside)}</span><span class="below">{escape(below)}</span></div>'

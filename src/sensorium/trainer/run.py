@@ -43,25 +43,37 @@ from sensorium.runs.ledger import Ledger
 from sensorium.runs.run_directory import NAME as LOCK
 from sensorium.runs.run_directory import RunDirectory, lock_run, refuse_moved
 from sensorium.trainer.checkpoint import Checkpoints
+from sensorium.trainer.fork import begin_fork
 from sensorium.trainer.health.start_checks import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.trainer.loop import Trainer
-from sensorium.trainer.run_claim import begin, begin_again, change_recipe, go_on, no_checkpoint, refuse_fewer_steps
+from sensorium.trainer.run_claim import Fork, begin, begin_again, change_recipe, go_on, no_checkpoint, refuse_fewer_steps
 from sensorium.trainer.task_loader import changed_tasks, media_files, refuse_other_frames, remember_tasks
 from sensorium.vocabulary.errors import CheckpointError, RecordError, SensoriumError, WriteFailed
 from sensorium.vocabulary.plain import counted
 
 
-def train(recipe: Recipe, *, resume: bool = False, restart: bool = False, watchers: Iterable[Watcher] = ()) -> Path:
+def train(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    restart: bool = False,
+    fork: Fork | None = None,
+    watchers: Iterable[Watcher] = (),
+) -> Path:
     """Run a recipe to its end and write its report; returns the run directory. One process at a time may do so.
 
-    ``resume``: from the last good checkpoint. ``restart``: from the beginning, in a directory whose run has none.
+    ``resume``: from the last good checkpoint. ``restart``: from the beginning, in a directory whose run has none. ``fork``:
+    from a checkpoint of another run.
     """
     recipe = resolve_epochs(recipe)
     directory = RunDirectory(recipe.directory.absolute())  # a reward or an environment may change the working directory
     made = _first_missing(directory.path)
     with lock_run(directory.path), _plain_errors(recipe, directory), _beside_others(directory) as notes:
         with _removed_if_it_fails(directory.path, made):
-            if resume:
+            if fork is not None:
+                notes += begin_fork(recipe, directory, fork)
+                resume = True
+            elif resume:
                 notes += go_on(recipe, directory)
             else:
                 (begin_again if restart else begin)(recipe, directory)
@@ -122,7 +134,7 @@ def open_trainer(
             refuse_other_frames(directory, recorded_sampling(directory), sampling, [*few, *held_out])
         if not resume or not directory.source.exists():
             write_source(recipe, directory, sampling)
-        if resume:
+        if resume and directory.tasks.exists():
             found += changed_tasks(directory, [*few, *held_out], [*stream.sources, *sources])
         else:
             remember_tasks(directory, [*few, *held_out], [*stream.sources, *sources])
@@ -257,7 +269,9 @@ def _last_good(recipe: Recipe, directory: RunDirectory, checkpoints: Checkpoints
             f"ATTENTION: '{directory.ledger}' is missing: judges are asked again for judgements that were in it, and the "
             "fates of earlier episodes are no longer on record."
         )
-    if last > recipe.warm_start.steps and not directory.episodes_of(last).exists():
+    forked = directory.forked_at()
+    own = forked is None or forked[1] != last  # the episodes before a fork are its ancestor's
+    if own and last > recipe.warm_start.steps and not directory.episodes_of(last).exists():
         notes.append(
             f"ATTENTION: '{directory.episodes_of(last)}' is missing: episodes were lost or removed. The model does not "
             "depend on them; the report cannot show them."

@@ -5,14 +5,19 @@ evaluated and saved, what is logged, on which device and by which engine (with a
 """
 
 import json
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.load import dump_recipe, load_recipe
 from sensorium.recipe.registry import own_modules, refuse_loaded_elsewhere
 from sensorium.recipe.schema import EngineSection, Recipe
-from sensorium.runs.checkpoint_layout import CheckpointFolder, why_taken
+from sensorium.recipe.yaml import value_text
+from sensorium.runs.checkpoint_layout import CheckpointFolder, checkpoint_of_run, why_taken
 from sensorium.runs.durable import read_rows, write_whole
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
@@ -24,6 +29,39 @@ MAY_CHANGE = (
     "checkpoint.keep", "logging", "health", "cluster", "rollout.engine", "rollout.schedule", "tasks.on_bad_row",
     "tasks.on_long_prompt",
 )  # fmt: skip
+
+
+# What a checkpoint's weights and adapters are made for.
+SHAPE = (
+    "model.path", "model.revision", "model.family", "model.dequantize", "model.lora.rank", "model.lora.alpha",
+    "model.lora.groups", "model.lora.modules",
+)  # fmt: skip
+LONGEST_VALUE = 60
+FORKED = re.compile(r"(.+)@(\d+)")
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A run that is to go on from a checkpoint of another: its ancestor's directory, the step of the checkpoint.
+
+    ``fresh_optimizer``: the ancestor's moments stay behind in any case.
+    """
+
+    ancestor: Path
+    step: int
+    fresh_optimizer: bool = False
+
+
+def fork_point(given: str) -> tuple[Path, int] | None:
+    """The run and the step of ``RUN@STEP``, which must be there; None of anything else."""
+    found = FORKED.fullmatch(given)
+    if found is None or Path(given).exists():
+        return None
+    run, step = Path(found[1]), int(found[2])
+    if not RunDirectory(run).exists():
+        raise CheckpointError(f"'{run}' holds no run, so there is no checkpoint '{given}' to fork.")
+    checkpoint_of_run(run, step=step)
+    return run, step
 
 
 def begin(recipe: Recipe, directory: RunDirectory) -> None:
@@ -87,8 +125,9 @@ def go_on(recipe: Recipe, directory: RunDirectory) -> list[str]:
         raise CheckpointError(
             f"'{directory.path}' was run with another recipe: {'; '.join(values)}{more}. Going on would not be the same "
             f"run. To resume it, leave {', '.join(keys)}{others} unchanged: 'sensorium train {directory.path} --resume' "
-            f"takes the run's own recipe. To train with the change, start a new run: 'sensorium train {directory.path} "
-            f"name=… {keys[0]}=…', without --resume. On resume only these keys may change: "
+            f"takes the run's own recipe. {_fork_advice(directory, changed)}To train with the change from the start, "
+            f"begin a new run: 'sensorium train {directory.path} name=… {keys[0]}=…', without --resume. On resume only "
+            "these keys may change: "
             f"{', '.join(key for key in MAY_CHANGE if key != 'run_dir')}."
         )
     refuse_loaded_elsewhere(directory.path, recipe.model_dump(mode="json"))
@@ -96,7 +135,23 @@ def go_on(recipe: Recipe, directory: RunDirectory) -> list[str]:
         pass
     directory.summaries()
     then = load_recipe(directory.recipe)
-    return list(_change_notes(recipe, then))
+    return list(change_notes(recipe, then))
+
+
+def _fork_advice(directory: RunDirectory, changed: Sequence[tuple[str, Any, Any]]) -> str:
+    """The command by which a run goes on from its last checkpoint with these changes, as a run of its own."""
+    if any(is_under(key, SHAPE) for key, *_ in changed):
+        return ""
+    steps = CheckpointFolder(directory.checkpoints).complete()
+    texts = {key: value_text(now) for key, _, now in changed}
+    pairs = [shlex.quote(f"{key}={text}") if len(text) <= LONGEST_VALUE else f"{key}=…" for key, text in texts.items()]
+    command = f"sensorium train {directory.path}@{steps[-1] if steps else 'STEP'} --as NAME {' '.join(pairs)}"
+    return f"To go on with the change from where it is, fork the run: '{command}'. "
+
+
+def is_under(key: str, sections: Sequence[str]) -> bool:
+    """Whether a dotted key is one of these, or inside one."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def refuse_fewer_steps(recipe: Recipe, directory: RunDirectory, done: int) -> None:
@@ -120,11 +175,11 @@ def _forbidden(recipe: Recipe, directory: RunDirectory) -> Iterator[tuple[str, A
     """Keys that differ from those of the run and may not, with their values then and now."""
     then = load_recipe(directory.recipe).model_dump(mode="json")
     for key, before, now in differences(then, recipe.model_dump(mode="json")):
-        if not any(key == known or key.startswith(f"{known}.") for known in MAY_CHANGE):
+        if not is_under(key, MAY_CHANGE):
             yield key, before, now
 
 
-def _change_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
+def change_notes(recipe: Recipe, then: Recipe) -> Iterator[str]:
     """Notes about changes that keep the resumed run from repeating the one that was never changed."""
     if recipe.steps != then.steps:
         yield f"the run now ends at {counted(recipe.steps, 'step')} of RL instead of {then.steps}."
