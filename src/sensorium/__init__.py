@@ -1,6 +1,6 @@
 """Sensorium trains models that see, hear and act, by reinforcement learning.
 
-``import sensorium as sn`` gives the Python API: ``sn.train``, ``sn.resume``, ``sn.evaluate``, ``sn.load``.
+``import sensorium as sn`` gives the Python API: ``sn.train``, ``sn.resume``, ``sn.sweep``, ``sn.evaluate``, ``sn.load``.
 Importing it is cheap: what a name stands for is imported when it is first used.
 """
 
@@ -17,15 +17,16 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 if TYPE_CHECKING:
     from sensorium.api.chat import Model, Reply, load
     from sensorium.api.run import Run, Table
-    from sensorium.api.train import Evaluation, evaluate, resume, train
+    from sensorium.api.sweep import Sweep, sweep
+    from sensorium.api.train import Evaluation, evaluate, fork, resume, train
     from sensorium.recipe import Recipe, load_recipe, register
     from sensorium.vocabulary import Episode, Score, Task, reward
     from sensorium.vocabulary.errors import SensoriumError
 
 __version__ = "0.2.0"
 __all__ = [
-    "Episode", "Evaluation", "Model", "Recipe", "Reply", "Run", "Score", "SensoriumError", "Table", "Task", "__version__",
-    "evaluate", "load", "load_recipe", "register", "resume", "reward", "train",
+    "Episode", "Evaluation", "Model", "Recipe", "Reply", "Run", "Score", "SensoriumError", "Sweep", "Table", "Task",
+    "__version__", "evaluate", "fork", "load", "load_recipe", "register", "resume", "reward", "sweep", "train",
 ]  # fmt: skip
 
 _PLACES = {
@@ -37,14 +38,17 @@ _PLACES = {
     "Run": "sensorium.api.run",
     "Score": "sensorium.vocabulary",
     "SensoriumError": "sensorium.vocabulary.errors",
+    "Sweep": "sensorium.api.sweep",
     "Table": "sensorium.api.run",
     "Task": "sensorium.vocabulary",
     "evaluate": "sensorium.api.train",
+    "fork": "sensorium.api.train",
     "load": "sensorium.api.chat",
     "load_recipe": "sensorium.recipe",
     "register": "sensorium.recipe",
     "resume": "sensorium.api.train",
     "reward": "sensorium.vocabulary",
+    "sweep": "sensorium.api.sweep",
     "train": "sensorium.api.train",
 }
 

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.evaluation.summary import mean_interval, paired_interval, sign_test, wilson
+from sensorium.evaluation.summary import (
+    mean_interval,
+    paired_interval,
+    sign_test,
+    student_interval,
+    t_quantile,
+    welch_interval,
+    wilson,
+)
 
 TRIALS = 1200
 SLACK = 3 * (0.95 * 0.05 / TRIALS) ** 0.5 + 0.01
@@ -109,3 +117,21 @@ def test_the_sign_test_counts_every_way_in_which_tasks_can_change() -> None:
         extreme = sum(abs(2 * sum(way) - changed) >= observed for way in ways)
         assert sign_test(one, changed - one) == pytest.approx(extreme / len(ways))
     assert sign_test(400, 800) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("freedom", "value"), [(1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)]
+)
+def test_students_quantile_is_that_of_the_tables(freedom: int, value: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(value, abs=0.003)
+
+
+def test_an_interval_across_seeds_needs_two_of_them_and_widens_with_their_spread() -> None:
+    assert student_interval([0.5]) is None
+    assert welch_interval([0.5], [0.4, 0.6]) is None
+    assert student_interval([0.4, 0.5, 0.6]) == pytest.approx(
+        (0.5 - 4.303 * 0.1 / 3**0.5, 0.5 + 4.303 * 0.1 / 3**0.5), abs=1e-3
+    )
+    low, high = welch_interval([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]) or (0, 0)
+    half = 2.776 * (2 * 0.01 / 3) ** 0.5  # equal spreads: four degrees of freedom
+    assert (low, high) == pytest.approx((0.3 - half, 0.3 + half), abs=1e-3)

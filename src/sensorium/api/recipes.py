@@ -21,6 +21,16 @@ from sensorium.vocabulary.task import Task
 
 def recipe_of(recipe: Any, changes: Mapping[str, Any]) -> Recipe:
     """The checked recipe with ``changes``: sections are merged key by key, ``a.b`` reaches inside, the rest is replaced."""
+    return check_recipe(*data_of(recipe, changes))
+
+
+def has_passed_objects(recipe: Recipe) -> bool:
+    """True if a recipe names objects that only this process has."""
+    return next(_passed_names(recipe.model_dump(mode="json")), None) is not None
+
+
+def data_of(recipe: Any, changes: Mapping[str, Any]) -> tuple[dict[str, Any], str, dict[Place, str]]:
+    """The unchecked data of the same recipe, its name in errors, and the origins of its parts."""
     data, name, origins = _data(recipe)
     passed = set(_passed_names(data)) if isinstance(recipe, Run) else set()
     if isinstance(recipe, Run):
@@ -35,7 +45,7 @@ def recipe_of(recipe: Any, changes: Mapping[str, Any]) -> Recipe:
             data[key] = replaced(data[key])
     changed = {key.split(".")[0] for key in changes}
     kept = {place: origin for place, origin in origins.items() if place[0] not in changed}
-    return check_recipe(_plain(data), name, kept | {(key,): f"argument '{key}'" for key in changed})
+    return _plain(data), name, kept | {(key,): f"argument '{key}'" for key in changed}
 
 
 def _data(recipe: Any) -> tuple[dict[str, Any], str, dict[Place, str]]:

@@ -60,7 +60,7 @@ class Table(Sequence[dict[str, Any]]):
         shown: list[str] = [
             name for name in ("step", "reward/mean", "accuracy", "eval/accuracy", "policy/loss") if name in self.columns
         ]
-        shown = shown or self.columns[:5]
+        shown = shown if "step" in shown else self.columns[:5]
         head = f"Table of {len(self)} rows, {len(self.columns)} columns: {', '.join(self.columns[:8])}, …"
         body = ["  ".join(f"{name} {_short(row[name])}" for name in shown if name in row) for row in self.rows[-5:]]
         return "\n".join([head, *body])

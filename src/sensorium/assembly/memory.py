@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from sensorium.models.load import find_device
-from sensorium.models.weight_files import free_memory
-from sensorium.recipe.plan import TOWER, Plan, learners_memory, least_recomputation, lowering_settings
+from sensorium.recipe.plan import TOWER, Plan, free_memory, learners_memory, least_recomputation, lowering_settings
 from sensorium.recipe.schema import Recipe
 from sensorium.recipe.shape import is_ours
 from sensorium.vocabulary.errors import MemoryExhausted, ModelError

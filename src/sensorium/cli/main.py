@@ -22,6 +22,7 @@ from rich.text import Text
 
 from sensorium import __version__
 from sensorium.cluster.event_loop import interrupt_here
+from sensorium.cluster.python_process import end_with_parent
 from sensorium.recipe.registry import import_system
 from sensorium.report.terminal import Terminal, guard_streams
 from sensorium.runs.durable import cannot_write, full_disk_error
@@ -30,15 +31,16 @@ from sensorium.vocabulary.errors import NothingTrained, SensoriumError, nearest
 COMMANDS = {
     "demo": "watch a small model learn to see, on this machine, in minutes",
     "train": "train a model by a recipe",
+    "sweep": "train a recipe with several seeds and settings, and compare them",
     "migrate": "make a recipe of another trainer's script or settings",
     "plan": "forecast a recipe on other hardware: memory, speed, cost",
-    "validate": "check a recipe's environments, tools, rewards and data, without a model",
+    "validate": "check environments, tools, rewards and data, without a model",
     "play": "act as the policy yourself, in the terminal",
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
-    "compare": "set two evaluations of the same tasks side by side",
+    "compare": "compare models, runs or groups of seeds on the same tasks",
     "export": "write a run's model in the layout of its published checkpoint",
     "curate": "keep the questions about pictures that can be answered with them and not without",
-    "serve": "serve environments, a model or rewards to other processes and machines",
+    "serve": "serve environments, a model or rewards to other processes",
     "cluster": "say what each process of a run does",
     "replay": "run a batch again that was kept because its update was not finite",
 }
@@ -74,8 +76,8 @@ class ExitCode(IntEnum):
 EXIT_CODES = {
     ExitCode.DONE: "done; warnings may have been printed",
     ExitCode.PROBLEMS: "the command worked, and what it looked at has problems: `validate` found errors, `migrate` wrote a "
-    "recipe that would be refused as it is, `cluster status` found a run that failed or was stopped. Also a traceback: an "
-    "error that no command expects, please report it",
+    "recipe that would be refused as it is, a run of `sweep` failed or learned nothing, `cluster status` found a run that "
+    "failed or was stopped. Also a traceback: an error that no command expects, please report it",
     ExitCode.ERROR: "the command could not do its work; one paragraph on stderr says why: wrong arguments or keys, data or "
     "files that cannot be used, memory or a disk that is full, a service that does not answer, a model that is not finite",
     ExitCode.UNTRAINED: "`train` and `demo`: the run ended and nothing was learned. No step, or no step of RL, made an "
@@ -130,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """The program: run the command of the arguments and end the process with its exit code."""
+    end_with_parent()
     guard_streams()
     warnings.formatwarning = warning_text
     code = main()

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,6 +199,25 @@ def guard_group() -> None:
     os.read(watched, 1)
     remove_segments(mapped_segments(os.getpgrp()))  # before the kill, which ends this process too
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+ENDS_WITH = "SENSORIUM_ENDS_WITH"  # the descriptor of a pipe, of which the process that started this one has the other end
+ENDING_S = 120.0
+
+
+def end_with_parent() -> None:
+    """End in order, as by SIGTERM, when the process that started this one is gone, however it was killed."""
+    given = os.environ.pop(ENDS_WITH, "")
+    if not given:
+        return
+
+    def wait() -> None:
+        os.read(int(given), 1)  # returns when the other end is closed; nothing is ever written
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ENDING_S)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def any_alive(group: int) -> bool:

@@ -48,8 +48,8 @@ def mean_interval(values: Sequence[float], samples: int = 1, z: float = Z95) -> 
     return wilson(mean * trials, trials, z)
 
 
-# The 97.5 % quantile of Student's t by degrees of freedom; from five on an expansion in 1/n is good to three digits.
-T975 = (12.706205, 4.302653, 3.182446, 2.776445)
+# The 97.5 % quantile of Student's t by degrees of freedom; beyond, an expansion in 1/n is good to three digits.
+T975 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582)
 
 
 def t_quantile(freedom: int) -> float:

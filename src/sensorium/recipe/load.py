@@ -55,7 +55,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if _run_of(path):
         drop_other_end(data, named)
     for override in overrides:
-        _apply(override, data, origins)
+        apply_override(override, data, origins)
     return check_recipe(data, str(path), origins)
 
 
@@ -86,7 +86,7 @@ def parse_recipe(text: str, name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a YAML text, which errors call ``name``."""
     data, origins = _read(text, name)
     for override in overrides:
-        _apply(override, data, origins)
+        apply_override(override, data, origins)
     return check_recipe(data, name, origins)
 
 
@@ -151,13 +151,18 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
 
 
-def _apply(override: str, data: dict[str, Any], origins: dict[Place, str]) -> None:
+def apply_override(override: str, data: dict[str, Any], origins: dict[Place, str]) -> None:
+    """Apply ``key=value`` to a recipe's data; its value is YAML."""
     where = f"override '{override}'"
     key, equals, raw = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
+    if not equals or not all(key.strip().split(".")):
         raise RecipeError(f"{where}: write it as key=value with a dotted key, like batch.group_size=8.")
-    value, _ = read_yaml(raw, where)
+    set_value(data, key.strip(), read_yaml(raw, where)[0], where, origins)
+
+
+def set_value(data: dict[str, Any], key: str, value: Any, where: str, origins: dict[Place, str]) -> None:
+    """Set a dotted key of a recipe's data; errors about it name ``where``."""
+    parts = key.split(".")
     target: Any = data
     place: Place = ()
     for depth, part in enumerate(parts):

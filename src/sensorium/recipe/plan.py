@@ -279,6 +279,26 @@ def free_disk(directory: Path) -> int | None:
         return None
 
 
+def free_memory() -> int | None:
+    """Bytes that a process may still take, swap included, within the limit of its container; None if unknown."""
+    bounds = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+        bounds.append(found["MemAvailable"] + found.get("SwapFree", 0))
+    except (OSError, KeyError):
+        pass
+    container = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((container / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (container / "memory.stat").read_text().splitlines())
+        cached = int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))
+        bounds.append(limit - used + cached)
+    except (OSError, ValueError):  # no cgroups of version 2, or no limit ('max')
+        pass
+    return min(bounds, default=None)
+
+
 def _critic_bytes(recipe: Recipe, shape: ModelShape, *, gradients: bool) -> int:
     """A critic with its own trunk: weights and optimizer state. A head alone is next to nothing."""
     section = recipe.algorithm.critic
