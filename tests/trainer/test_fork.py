@@ -152,9 +152,13 @@ def test_the_command_forks_and_a_changed_key_on_resume_names_it(
         ([f"{ancestor}@2"], "needs a name: --as NAME"),
         ([str(ancestor), "--as", "b"], f"sensorium train {ancestor}@3 (there are 1, 2, 3)"),
         ([f"{tmp_path}/nothing@2", "--as", "b"], "holds no run"),
+        ([f"{ancestor}@2", "--as", "b", "model.lora.rank=4", "--dry-run"], "model.lora.rank was 0 and is now 4"),
     ):
         assert main(["train", *arguments]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
+    assert main(["train", f"{ancestor}@2", "--as", "b", "optimizer.moments=bfloat16", "--dry-run"]) == 0
+    assert "the optimizer starts afresh: optimizer.moments changed" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
     assert main(["train", f"{ancestor}@2", "--as", "b", "optimizer.lr=1e-5"]) == 0
     run = tmp_path / "runs" / "b"
     assert load_recipe(run).name == "b"

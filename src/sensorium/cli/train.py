@@ -69,7 +69,9 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         notes = _resumable(recipe) if arguments.resume else []
         if fork is not None:
-            notes.append(f"The run goes on from '{fork.ancestor}' after step {fork.step}.")
+            from sensorium.trainer.fork import look_at_fork
+
+            notes += [f"the run goes on from '{fork.ancestor}' after step {fork.step}", *look_at_fork(recipe, fork)]
         if not arguments.resume and not arguments.restart and (problem := why_taken(RunDirectory(recipe.directory))):
             notes.append(f"A run by this recipe would be refused: {problem}")
         show_dry_run(recipe, console, named=arguments.recipe)

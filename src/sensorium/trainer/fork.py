@@ -50,10 +50,7 @@ def begin_fork(recipe: Recipe, directory: RunDirectory, fork: Fork) -> list[str]
     source = RunDirectory(fork.ancestor)
     checkpoint = checkpoint_of_run(fork.ancestor, step=fork.step)
     refuse_damaged(checkpoint)
-    then = load_recipe(source.path)
-    before, now = then.model_dump(mode="json"), recipe.model_dump(mode="json")
-    changed = [change for change in differences(before, now) if not is_under(change[0], NO_CHANGE)]
-    _refuse(then, recipe, changed, fork)
+    then, changed = _changes(recipe, fork)
     begin(recipe, directory)
     dropped, notes = _dropped(then, [key for key, *_ in changed], fork)
     for name in ("source", "modules", *(() if _any(changed, ("tasks",)) else ("tasks", "media_files"))):
@@ -79,6 +76,21 @@ def begin_fork(recipe: Recipe, directory: RunDirectory, fork: Fork) -> list[str]
     keys = ", ".join(key for key, *_ in changed[:6]) + (f" and {len(changed) - 6} more" if len(changed) > 6 else "")
     head = f"forked from '{source.path}' after step {fork.step}; {f'changed: {keys}' if keys else 'nothing is changed'}"
     return [head, *notes, *change_notes(recipe, then)]
+
+
+def look_at_fork(recipe: Recipe, fork: Fork) -> list[str]:
+    """What a fork would keep and what not; what it would be refused for is refused here."""
+    then, changed = _changes(recipe, fork)
+    return [*_dropped(then, [key for key, *_ in changed], fork)[1], *change_notes(recipe, then)]
+
+
+def _changes(recipe: Recipe, fork: Fork) -> tuple[Recipe, list[tuple[str, Any, Any]]]:
+    """The ancestor's recipe, and the keys that the fork changes with their values then and now."""
+    then = load_recipe(fork.ancestor)
+    before, now = then.model_dump(mode="json"), recipe.model_dump(mode="json")
+    changed = [change for change in differences(before, now) if not is_under(change[0], NO_CHANGE)]
+    _refuse(then, recipe, changed, fork)
+    return then, changed
 
 
 def _refuse(then: Recipe, recipe: Recipe, changed: Sequence[tuple[str, Any, Any]], fork: Fork) -> None:
