@@ -125,8 +125,11 @@ def test_two_runs_have_an_interval_across_tasks_only_and_two_groups_have_both(
     assert change["across_seeds"] is not None
     assert both["all"]["tasks"] == 8
     assert not any("tasks only" in note for note in both["notes"])
-    assert main(["compare", str(folder)]) == 0
-    assert "optimizer.lr=0.01" in capsys.readouterr().out
+    for given in ([str(folder)], [str(path) for path in folder.iterdir()]):  # the latter as a shell expands folder/*
+        assert main(["compare", *given]) == 0
+        out = capsys.readouterr().out
+        assert "optimizer.lr=0.01" in out
+        assert "optimizer.lr=1e-3" in out
 
 
 def test_runs_that_were_evaluated_otherwise_are_not_compared(swept: sn.Sweep, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from sensorium.evaluation.comparison import (
     by_setting,
     compare_sides,
     group_notes,
+    is_side,
     refuse_unequal,
     settings_of,
     side_of,
@@ -39,7 +40,10 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     console = Terminal()
-    sides = [side_of(given) for given in arguments.sides]
+    named = arguments.sides
+    if len(named) > 2:  # a shell found them, and other files of an experiment too
+        named = [given for given in named if not Path(given).exists() or is_side(Path(given))] or named
+    sides = [side_of(given) for given in named]
     if len(sides) == 2:
         found = compare_sides(*sides)
         grid = comparison_grid(found)

@@ -140,11 +140,9 @@ def side_of(given: str) -> Side:
     """The side that an argument names: a run, an evaluation's folder, or a quoted pattern of either."""
     place = Path(given)
     if place.exists():
-        if (place / EXPERIMENT).is_file():
-            return Side(given, tuple(_measured(sorted(path.parent for path in place.glob("*/recipe.yaml")), given)))
         return Side(given, tuple(_measured([place], given)))
     found = sorted(map(Path, glob.glob(given)))
-    kept = [path for path in found if (path / "recipe.yaml").is_file() or (path / "evaluation.json").is_file()]
+    kept = [path for path in found if is_side(path)]
     if not kept:
         many = f"; {counted(len(found), 'path')} match" if found else ""
         raise CheckpointError(
@@ -154,10 +152,20 @@ def side_of(given: str) -> Side:
     return Side(given, tuple(_measured(kept, given)))
 
 
+def is_side(path: Path) -> bool:
+    """Whether a path is a run, the folder of an evaluation, or an experiment."""
+    return any((path / name).is_file() for name in ("recipe.yaml", "evaluation.json", EXPERIMENT))
+
+
 def _measured(paths: Sequence[Path], given: str) -> Iterator[Measured]:
-    if not paths:
+    runs = [
+        run
+        for path in paths
+        for run in (sorted(file.parent for file in path.glob("*/recipe.yaml")) if (path / EXPERIMENT).is_file() else [path])
+    ]
+    if not runs:
         raise CheckpointError(f"'{given}' holds no run that has begun.")
-    for path in paths:
+    for path in runs:
         yield measured_run(path) if (path / "recipe.yaml").is_file() else measured_folder(path)
 
 
