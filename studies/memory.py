@@ -23,7 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from examples.memory_judge import serving
-from sensorium.assembly.session import Session, model_session, sampling_of
+from sensorium.assembly.playing import sampling_of
+from sensorium.assembly.session import Session, model_session
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream
 from sensorium.data.planner import CausalHistory, parse_memory

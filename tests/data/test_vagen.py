@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from sensorium.assembly.session import EnvironmentMaker
+from sensorium.assembly.playing import EnvironmentMaker
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.ai2thor import ThorNavigation
 from sensorium.envs.frozen_lake import FrozenLake

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import load_trained
-from sensorium.assembly.session import Session, open_store
+from sensorium.assembly.playing import open_store
+from sensorium.assembly.session import Session
 from sensorium.learner.credited_episode import Assessment, Groups
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.run_directory import RunDirectory

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from sensorium.assembly.determinism import make_deterministic
 from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import WholeModels, load_trained
+from sensorium.assembly.playing import open_store
 from sensorium.assembly.ranks import Answer, Call, RankSettings, failed
-from sensorium.assembly.session import open_store
 from sensorium.cluster.channel import Channel
 from sensorium.cluster.python_process import parent_sockets
 from sensorium.learner.rank_team import RankTeam

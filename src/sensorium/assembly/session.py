@@ -11,26 +11,22 @@ from torch import Tensor
 
 from sensorium.assembly.determinism import make_deterministic
 from sensorium.assembly.models import load_model
-from sensorium.assembly.workers import EnvironmentWorkers, RunWorkers, open_engine, open_workers, process_work
-from sensorium.data.media_files import MediaLimits
+from sensorium.assembly.playing import EnvironmentMaker, make_scorer, open_store
+from sensorium.assembly.workers import RunWorkers, open_engine, open_workers, process_work
 from sensorium.data.media_store import MediaStore
-from sensorium.data.mixture import TaskStream, make_sources
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.pool import EnginePool
-from sensorium.engines.protocol import Engine, InFlightEngine, Sampling
-from sensorium.envs.protocol import Environment
+from sensorium.engines.protocol import Engine, InFlightEngine
 from sensorium.kernels.first_use import count_triton
 from sensorium.models.policy import Policy
-from sensorium.recipe.registry import build, resolve
-from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
-from sensorium.rewards.function_terms import build_term
+from sensorium.recipe.schema import Recipe
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.reward_term import RewardContext, without_answer
-from sensorium.rewards.scorer import JudgementCache, Scorer, term_identity
+from sensorium.rewards.reward_term import without_answer
+from sensorium.rewards.scorer import JudgementCache, Scorer
 from sensorium.rollout.live import refuse_strange_environments
 from sensorium.rollout.play import Rollout
 from sensorium.runs.process_table import ProcessRow
-from sensorium.vocabulary.errors import RecipeError, TaskError
+from sensorium.vocabulary.errors import TaskError
 from sensorium.vocabulary.task import Task
 
 
@@ -127,13 +123,6 @@ class Session:
         self.opened.close()
 
 
-def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
-    """A store of media with the recipe's limits."""
-    section = recipe.media
-    limits = MediaLimits(section.max_pixels, section.max_file_mib, section.max_clip_s, section.max_clip_mib)
-    return MediaStore(folder, limits=limits)
-
-
 def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | None, folder: Path | None = None) -> Session:
     """Everything around a loaded policy; judges store their files in ``folder``, the run directory."""
     store = policy.chat.store
@@ -182,83 +171,3 @@ def refuse_unanswered(session: Session, training: Sequence[Task], held_out: Sequ
     if training and all(task.answer is None for task in training) and without_answer(weighty, training):
         raise TaskError(found[0])
     return found
-
-
-def make_scorer(
-    section: RewardsSection, judgements: JudgementCache | None, store: MediaStore, judges: JudgeClient | None = None
-) -> Scorer:
-    """The recipe's reward terms behind one scorer."""
-    context = RewardContext(store, judges)
-    terms = [
-        (build_term(term.name, term.options, f"rewards.terms.{i}", context), term.weight)
-        for i, term in enumerate(section.terms)
-    ]
-    names = [term.name for term, _ in terms]
-    if len(set(names)) < len(names):
-        raise RecipeError(f"rewards.terms: names must differ, got {', '.join(names)}; give one of them an option 'name'.")
-    if taken := sorted(set(names) & {"mean", "greedy"}):
-        raise RecipeError(f"rewards.terms: the name '{taken[0]}' is that of a metric of all terms; give it another 'name'.")
-    return Scorer(
-        terms,
-        deadline_s=section.deadline_s,
-        retries=section.retries,
-        retry_wait_s=section.retry_wait_s,
-        judgements=judgements,
-        identities={
-            term.name: term_identity(asked.name, asked.options, getattr(term, "version", ""))
-            for (term, _), asked in zip(terms, section.terms, strict=True)
-        },
-    )
-
-
-def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
-    """The training tasks, as an endless stream addressed by position."""
-    sections = recipe.tasks.train
-    return TaskStream(
-        make_sources(sections, store, "tasks.train"),
-        [section.weight for section in sections],
-        seed=recipe.seed,
-        shuffle=recipe.tasks.shuffle,
-        on_bad_row=recipe.tasks.on_bad_row,
-    )
-
-
-class EnvironmentMaker:
-    """Builds the environment a task is played in: its own, here or in a worker, or the single-turn question."""
-
-    def __init__(self, store: MediaStore, workers: EnvironmentWorkers | None = None) -> None:
-        self.store, self.workers = store, workers
-        self.question = resolve("environment", "question")
-
-    def instant(self, task: Task) -> bool:
-        """True where a task's environment is plain computation, which needs no thread."""
-        spec = task.environment
-        return spec is None or (
-            self.workers is None and getattr(resolve("environment", spec.name), "instant", False) is True
-        )
-
-    async def available(self) -> None:
-        """Wait until environments can be played."""
-        if self.workers is not None:
-            await self.workers.available()
-
-    def __call__(self, task: Task) -> Environment:
-        spec = task.environment
-        if spec is None:
-            return self.question(task)
-        if self.workers is not None:
-            return self.workers.environment(task, self.store)
-        return build("environment", spec.name, spec.options, f"task {task.id}", store=self.store, task=task)
-
-
-def sampling_of(section: RolloutSection, temperature: float | None = None) -> Sampling:
-    """The recipe's sampling; evaluation may set its own temperature (0: greedy), and then samples from the whole policy."""
-    sampling = Sampling(
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        max_new_tokens=section.max_new_tokens,
-        stop=section.stop,
-        stop_tokens=not section.ignore_stop_tokens,
-    )
-    return sampling if temperature is None else replace(sampling, temperature=temperature, top_p=1.0, top_k=0)

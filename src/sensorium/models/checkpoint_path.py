@@ -19,14 +19,13 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sensorium.models.policy import Policy
 from sensorium.models.quiet import quiet
 from sensorium.models.tried_versions import first_with
 from sensorium.models.weight_files import INDEX, SINGLE
@@ -34,6 +33,9 @@ from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.registry import table
 from sensorium.recipe.shape import family_and_layers, is_ours
 from sensorium.vocabulary.errors import CheckpointError, ModelError, nearest
+
+if TYPE_CHECKING:  # it imports transformers' models, which a chat processor does without
+    from sensorium.models.policy import Policy
 
 # transformers changes torch for the whole process while it builds a model, so only one thread may.
 LOADING = threading.Lock()
@@ -340,7 +342,7 @@ def describe_source(path: str, revision: str = "") -> CheckpointSource:
 NOT_THE_MODEL = ("transformers_version", "_name_or_path")
 
 
-def identity(policy: Policy) -> str:
+def identity(policy: "Policy") -> str:
     """A digest of everything that decides the model's input and output."""
     named = sorted(policy.model.state_dict().items())
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:

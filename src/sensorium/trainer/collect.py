@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from sensorium.assembly.session import Session, sampling_of
+from sensorium.assembly.playing import sampling_of
+from sensorium.assembly.session import Session
 from sensorium.data.mixture import SkippedRow
 from sensorium.engines.protocol import Sampling
 from sensorium.recipe.estimators_and_losses import estimator_traits

@@ -21,7 +21,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from sensorium.assembly.session import Session, sampling_of
+from sensorium.assembly.playing import sampling_of
+from sensorium.assembly.session import Session
 from sensorium.data.mixture import SkippedRow
 from sensorium.engines.protocol import InFlightEngine
 from sensorium.recipe.schema import Recipe

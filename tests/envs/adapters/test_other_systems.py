@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sensorium.assembly.session import EnvironmentMaker
+from sensorium.assembly.playing import EnvironmentMaker
 from sensorium.data.environment_tasks import EnvironmentTasks
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Request, Sampling

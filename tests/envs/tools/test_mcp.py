@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.assembly.session import EnvironmentMaker
+from sensorium.assembly.playing import EnvironmentMaker
 from sensorium.cli.validation import try_tools
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.mcp import close_servers, server_tools

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sensorium.assembly.session import EnvironmentMaker
+from sensorium.assembly.playing import EnvironmentMaker
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.rows import JsonlRows
