@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sensorium.assembly.determinism import make_deterministic
 from sensorium.assembly.models import load_model
-from sensorium.assembly.session import open_session, sampling_of
+from sensorium.assembly.playing import sampling_of
+from sensorium.assembly.session import open_session
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import each_once, make_sources
 from sensorium.evaluation.evaluate import attempt_of, cut, play_chunks
@@ -55,7 +56,7 @@ def test_a_chunk_is_the_same_to_the_last_bit_whatever_was_played_before(temperat
 
     async def played(chunks: list[range]) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:
         session = open_session(recipe, load_model(recipe, recipe.model.path, MediaStore()), None)
-        tasks, _ = each_once(make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate"))
+        tasks, _ = each_once(make_sources(recipe.tasks, "evaluate", session.store))
         sampling = sampling_of(recipe.rollout, temperature)
         found = []
         given = (session.rollout, session.scorer, tasks, chunks, 2, attempt_of(0, "x"), sampling, recipe.held_out_rollout)

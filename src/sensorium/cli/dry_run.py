@@ -9,13 +9,14 @@ from collections.abc import Generator, Iterator, Sequence
 from importlib import import_module
 from inspect import signature
 from shlex import quote
+from typing import get_args
 
 from rich.console import Console
 from rich.syntax import Syntax
 
 from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unanswered, unfound
 from sensorium.data.media_store import MediaStore
-from sensorium.data.mixture import TaskSource, TaskStream, a_few, bounded, make_sources
+from sensorium.data.mixture import Side, TaskSource, TaskStream, a_few, make_source, make_sources
 from sensorium.data.planner import make_planner, without_history
 from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.models.tried_versions import untried
@@ -23,7 +24,7 @@ from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, computing_notes, gpus_seen
 from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.plan import TOWER, Plan, for_tasks, make_plan
-from sensorium.recipe.registry import build, resolve, table, wrong_options
+from sensorium.recipe.registry import resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.recipe.shape import IncompleteConfig, is_ours, on_general_path
 from sensorium.report.tables import disk_note, plan_table
@@ -101,11 +102,11 @@ def _plan(recipe: Recipe) -> Plan:
 def read_a_few(recipe: Recipe) -> tuple[list[Task], str]:
     """Two tasks of every source, to see which media they have; none and the reason, if those of one cannot be read."""
     tasks: list[Task] = []
-    for where, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
+    for side in get_args(Side):
         try:
-            for i, source in enumerate(make_sources(sections, MediaStore(), where)):
+            for i, source in enumerate(make_sources(recipe.tasks, side, MediaStore())):
                 if not (found := a_few([source], each=2)):
-                    return [], f"{where}.{i}: the rows that were tried are bad; sensorium validate names them"
+                    return [], f"tasks.{side}.{i}: the rows that were tried are bad; sensorium validate names them"
                 tasks += found
         except (SensoriumError, TypeError) as error:  # the latter of a source without a length
             return [], str(error)
@@ -245,7 +246,7 @@ def _look_at_sources(
     tasks_of_all: list[Task] = []
     for i, section in enumerate(sections):
         at = f"{place}.{i}"
-        source = bounded(build("source", section.source, section.options, at, store=store), section.source, at)
+        source = make_source(recipe.tasks, "train" if place == "tasks.train" else "evaluate", i, store)
         if len(source) == 0:
             raise TaskError(f"{at} ({section.source}): the source has no rows. {section.options or ''}")
         if opened is not None:

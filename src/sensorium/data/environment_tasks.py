@@ -92,13 +92,20 @@ class EnvironmentTasks:
     def __len__(self) -> int:
         return len(self.seeds)
 
+    def id_of(self, index: int) -> str:
+        """The id of a task."""
+        at_level = f"level{self._level(index) + 1}-" if self.levels else ""
+        return f"{self.name}-{self.split}-{at_level}{self.seeds[index]}"
+
+    def _level(self, index: int) -> int:
+        return (index if index >= 0 else index + len(self)) // self.size
+
     def __getitem__(self, index: int) -> Task:
-        seed, level = self.seeds[index], index // self.size if index >= 0 else (index + len(self)) // self.size
-        at_level = f"level{level + 1}-" if self.levels else ""
         return Task(
-            id=f"{self.name}-{self.split}-{at_level}{seed}",
-            environment=EnvironmentSpec(self.environment, self._options[level], seed),
-            metadata={"category": self._categories[level]} | ({"split_by": "seed"} if self.split_by == "seed" else {}),
+            id=self.id_of(index),
+            environment=EnvironmentSpec(self.environment, self._options[self._level(index)], self.seeds[index]),
+            metadata={"category": self._categories[self._level(index)]}
+            | ({"split_by": "seed"} if self.split_by == "seed" else {}),
         )
 
     def _at_level(self, level: Mapping[str, Any], stands_for: bool) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
+from sensorium.data.excluded_rows import RemainingRows, id_of, read_bad_rows
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.load import check_recipe
 from sensorium.recipe.registry import build, resolve
-from sensorium.recipe.schema import Recipe, SourceSection
+from sensorium.recipe.schema import Recipe, SourceSection, TasksSection
 from sensorium.vocabulary.errors import MediaError, PromptTooLong, RecipeError, SensoriumError, TaskError
 from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import Task
@@ -34,7 +35,8 @@ class TaskSource(Protocol):
     """Random access to tasks. ``__getitem__`` raises TaskError or MediaError for a bad row (see ``on_bad_row``).
 
     ``table_columns`` {category: name}, if it has them, are the categories' names in a published table. A source of files
-    has ``row_digests`` {file: digest of its content}: a resumed run reports a file that was rewritten.
+    has ``row_digests`` {file: digest of its content}: a resumed run reports a file that was rewritten. ``id_of(index)``, if
+    it has it, gives the id of a task without reading its media.
     """
 
     def __len__(self) -> int: ...
@@ -293,12 +295,38 @@ def none_left(found: str, skipped: Sequence[SkippedRow]) -> TaskError:
     return TaskError(f"{found}, and none can be played. The last: {skipped[-1].reason.rstrip('.')}. {' '.join(ways)}")
 
 
-def make_sources(sections: Sequence[SourceSection], store: MediaStore, where: str) -> list[TaskSource]:
-    """The sources of a mixture; ``where`` is the recipe's key that lists them."""
-    return [
-        bounded(build("source", s.source, s.options, f"{where}.{i}", store=store), s.source, f"{where}.{i}")
-        for i, s in enumerate(sections)
-    ]
+Side = Literal["train", "evaluate"]
+
+
+def make_sources(tasks: TasksSection, side: Side, store: MediaStore) -> list[TaskSource]:
+    """The sources of one side of a recipe, without the rows that ``tasks.exclude`` lists."""
+    return [make_source(tasks, side, number, store) for number in range(len(getattr(tasks, side)))]
+
+
+def make_source(tasks: TasksSection, side: Side, number: int, store: MediaStore) -> TaskSource:
+    """One source of a recipe, without the rows that ``tasks.exclude`` lists."""
+    section: SourceSection = getattr(tasks, side)[number]
+    where = f"tasks.{side}.{number}"
+    source = bounded(build("source", section.source, section.options, where, store=store), section.source, where)
+    if tasks.exclude is None:
+        return source
+    known = {f"tasks.{one}.{i}" for one in get_args(Side) for i in range(len(getattr(tasks, one)))}
+    excluded = read_bad_rows(tasks.exclude, known)
+    listed = [row for row in excluded if row.source == where]
+    return RemainingRows(source, listed, tasks.exclude) if listed else source
+
+
+def find_row(sources: Sequence[TaskSource], wanted: str) -> tuple[int, int] | None:
+    """(source, row) of a task: by its number, counted from 0 over all sources, or by its id."""
+    lengths = [len(source) for source in sources]
+    if wanted.isdecimal() and int(wanted) < sum(lengths):
+        row = int(wanted)
+        for number, length in enumerate(lengths):
+            if row < length:
+                return number, row
+            row -= length
+    places = ((number, row) for number, length in enumerate(lengths) for row in range(length))
+    return next((place for place in places if id_of(sources[place[0]], place[1]) == wanted), None)
 
 
 def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:
@@ -374,7 +402,7 @@ def resolve_epochs(recipe: Recipe) -> Recipe:
 def count_rows(recipe: Recipe) -> int:
     """Rows of all training sources together."""
     total = 0
-    for i, source in enumerate(make_sources(recipe.tasks.train, MediaStore(), "tasks.train")):
+    for i, source in enumerate(make_sources(recipe.tasks, "train", MediaStore())):
         try:
             total += len(source)
         except TypeError as error:

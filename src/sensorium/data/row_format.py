@@ -60,13 +60,17 @@ class TaskRows:
         _check_last(messages, place)
         _check_texts([value for key, value in row.items() if key != "messages"], place)
         return Task(
-            id=str(row.get("id", name)),
+            id=self.id_in(row, name, place),
             messages=messages,
             answer=row.get("answer"),
             environment=environment,
             demonstration=_demonstration(row.get("demonstration"), place),
             metadata=_object(row, "metadata", place) if "metadata" in row else {},
         )
+
+    def id_in(self, row: Mapping[str, Any], name: str, place: Place) -> str:
+        """The id of a row's task."""
+        return name if row.get("id") is None else str(row["id"])
 
     def _environment(self, row: Mapping[str, Any], place: Place) -> EnvironmentSpec:
         given = {key: value for key, value in _object(row, "environment", place).items() if value is not None}
@@ -149,13 +153,18 @@ class FlatRows:
         if self.system:
             messages = (system(self.system), *messages)
         return Task(
-            id=str(parts.get("id") if parts.get("id") is not None else name),
+            id=self.id_in(row, name, place),
             messages=messages,
             answer=parts.get("answer"),
             environment=self.environment,
             demonstration=_demonstration(parts.get("demonstration"), place),
             metadata={key: str(parts[key]) for key in ("category", "type") if parts.get(key) is not None},
         )
+
+    def id_in(self, row: Mapping[str, Any], name: str, place: Place) -> str:
+        """The id of a row's task."""
+        given = _reach(row, self.columns["id"], place) if "id" in self.columns else None
+        return name if given is None else str(given)
 
     def unread(self, row: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
         """The columns that no part of a task reads, with what a row has in them; inside of objects too."""

@@ -64,8 +64,16 @@ class _Rows:
             raise IndexError(index)
         return self._format.task(self._read(index), self._names(index)[1], self._place(index))
 
+    def id_of(self, index: int) -> str:
+        """The id of a row's task, also of one that cannot be read; no media are."""
+        name = self._names(index)[1]
+        try:
+            return self._format.id_in(self._read(index), name, self._place(index))
+        except (TaskError, MediaError):
+            return name
+
     def _names(self, index: int) -> tuple[str, str]:
-        """The name of a row in errors, and the id of its task."""
+        """The name of a row in errors, and the id of its task where it has none of its own."""
         raise NotImplementedError
 
     def _read(self, index: int) -> Mapping[str, Any]:
@@ -474,6 +482,11 @@ class PassedRows(_Rows):
             task: Task = self._rows[index]
             return task
         return super().__getitem__(index)
+
+    def id_of(self, index: int) -> str:
+        """The id of a row's task."""
+        row = None if self._is_data_set else self._rows[index]
+        return row.id if isinstance(row, Task) else super().id_of(index)
 
     def _names(self, index: int) -> tuple[str, str]:
         return f"row {index}", f"row/{index}"

@@ -74,6 +74,9 @@ class TasksSection(Section):
     on_long_prompt: Literal["refuse", "skip"] = Field(
         default="refuse", description="what to do with a prompt over the context"
     )
+    exclude: Path | None = Field(
+        default=None, description="a list of rows to leave out, as `sensorium validate` writes it; docs/guides/tasks.md"
+    )
     shuffle: bool = Field(default=True, description="pass through each source in a new order every epoch")
     planner: PlannerSection = Field(default=PlannerSection(), description="what decides which task comes next")
 

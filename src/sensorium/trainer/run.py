@@ -15,13 +15,8 @@ from sensorium.assembly.determinism import make_deterministic
 from sensorium.assembly.local_learner import LearnerMaker, local_learner
 from sensorium.assembly.memory import memory_exhausted, memory_note
 from sensorium.assembly.models import load_trained, recorded_sampling, write_source
-from sensorium.assembly.session import (
-    make_stream,
-    open_session,
-    open_store,
-    refuse_strange_tasks,
-    refuse_unanswered,
-)
+from sensorium.assembly.playing import make_stream, open_store
+from sensorium.assembly.session import open_session, refuse_strange_tasks, refuse_unanswered
 from sensorium.cluster.event_loop import run_async
 from sensorium.cluster.ray_host import found_cluster
 from sensorium.data.media_store import FilesRead
@@ -123,7 +118,7 @@ def open_trainer(
             early.noted(f"{len(session.processes)} of them are up; the learner's ranks come last")
         stream = make_stream(recipe, session.store)
         planner = make_planner(recipe.tasks.planner, stream, session.store)
-        sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
+        sources = make_sources(recipe.tasks, "evaluate", session.store)
         held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
         few = a_few(stream.sources)
         refuse_without_demonstrations(recipe, few)
