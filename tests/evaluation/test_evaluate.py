@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.evaluation.evaluate import summarize
-from sensorium.evaluation.summary import row_of, sample_from, sample_of
+from sensorium.evaluation.summary import row_of, sample_from, sample_of, summarize_samples
 from sensorium.recipe.registry import build
+from sensorium.report.tables import summary_grid
 from sensorium.rewards.scorer import Scorer, score_groups
 from sensorium.vocabulary import Episode, Group, Score, Status, Task
-from tests.evaluation.made import episode, group
+from tests.evaluation.made import episode, group, sample
 
 
 def test_accuracy_is_not_reward_and_categories_are_apart() -> None:
@@ -104,3 +105,23 @@ def test_the_scorers_terms_fill_the_samples() -> None:
 
 def _numbered(one: Episode, index: int) -> Episode:
     return Episode(one.id, one.task_id, one.group_id, index, one.threads, one.turns, one.status)
+
+
+def test_the_majority_answer_and_its_share_are_what_always_giving_it_would_score() -> None:
+    known = ["Red", "red ", ["blue", "navy"], "green", "red"]
+    given = ["red", "red", "red", "green", None]
+    found = summarize_samples(
+        [
+            sample(i, correct=i in (0, 1, 3), answer=answer, extracted=text, category="ab"[i % 2])
+            for i, (answer, text) in enumerate(zip(known, given, strict=True))
+        ]
+        + [sample(5, correct=None, answer="blue")],
+        "eval",
+    )
+    assert found["majority"] == {"answer": "red", "share": 0.6, "different": 4}, "a task that was not judged has no part"
+    assert found["given"] == {"answer": "red", "share": 0.75, "different": 2}
+    assert found["categories"]["a"]["majority"]["share"] == pytest.approx(2 / 3)
+    grid = summary_grid(found)
+    assert dict(grid.rows)["chance"][0] == "60.0 %"
+    assert any("2 different answers given" in note and "“red” 60.0 %" in note for note in grid.notes)
+    assert "majority" not in summarize_samples([sample(0, answer=None)], "eval")

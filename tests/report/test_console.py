@@ -63,7 +63,7 @@ def test_without_a_terminal_a_log_gets_few_plain_lines(clock: Clock) -> None:
     assert len(lines) <= 15
     assert lines[0] == "demo: 100 steps to go"
     assert lines[1] == "step 0: sampled accuracy 50.0 % [45.0 to 55.0]"
-    assert lines[2] == "step 1/100  reward 0.010  accuracy 0.400  50.0 episodes/s  at most 1:39 left"
+    assert lines[2] == "step 1/100  reward 0.010  accuracy 0.400  50.0 episodes/s"
     assert lines[-2].startswith("step 100/100  reward 1.000")
     assert lines[-1].startswith("step 100: sampled accuracy 90.0 %")
 
@@ -84,7 +84,36 @@ def test_a_slow_first_step_is_not_what_the_others_are_expected_to_take(clock: Cl
         clock.now += seconds
         watcher.stepped(step, {"reward/mean": 0.1})
         said.append(watcher._state.line().split("  ")[-1])
-    assert said == ["at most 10:00 left", "0:09 left", "0:08 left"]
+    assert said == ["reward 0.100", "0:09 left", "0:08 left"]
+
+
+def test_steps_of_the_warm_start_do_not_forecast_those_of_rl(clock: Clock) -> None:
+    watcher = ConsoleWatcher(Console(file=io.StringIO(), width=100))
+    watcher.started(RunStart("demo", 13, warm_start=3))
+    said = []
+    for step, seconds in ((1, 9), (2, 1), (3, 1), (4, 60), (5, 20)):
+        clock.now += seconds
+        watcher.stepped(step, {"policy/loss": 0.1})
+        said.append(watcher._state.left)
+    assert said == ["", "0:01 left of the warm start", "", "", "2:40 left"]
+
+
+def test_an_evaluation_says_that_it_begins_and_how_far_it_is(clock: Clock) -> None:
+    stream = io.StringIO()
+    watcher = ConsoleWatcher(Console(file=stream, width=100))
+    watcher.started(RunStart("demo", 3))
+    for phase, total in (("evaluate", 0), ("evaluate", 64), ("sight check", 32)):
+        watcher.phase(1, phase, total)
+        for done in (1, 16):
+            clock.now += 6
+            watcher.progress(done)
+    lines = stream.getvalue().splitlines()[1:]
+    assert [line for line in lines if line.endswith("...")] == [
+        "step 0: evaluating the held-out tasks ...",
+        "step 0: the sight check ...",
+    ]
+    assert "step 0: evaluate, 1 of 64 episodes" in lines
+    assert "step 0: sight check, 16 of 32 episodes" in lines
 
 
 def test_troubles_are_counted_over_the_run(clock: Clock) -> None:

@@ -39,7 +39,7 @@ def test_a_narrow_terminal_has_them_as_rows_and_a_log_is_as_wide_as_needed() -> 
 
 def test_more_than_ten_categories_are_rows_everywhere() -> None:
     page = markdown(summary_grid(summary_of(11)))
-    assert "|  | accuracy | 95 % interval | n | reward | reward/exact |" in page
+    assert "|  | accuracy | 95 % interval | chance | n | reward | reward/exact |" in page
     assert "| kind 10 | " in page
     assert any(line.startswith("kind 10 ") for line in printed(summary_of(11), 200, terminal=False))
     assert "|  | all | kind 00 |" in markdown(summary_grid(summary_of(10)))

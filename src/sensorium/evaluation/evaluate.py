@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.assembly.determinism import surroundings, warn_if_changed
-from sensorium.assembly.session import Session, model_session, sampling_of
+from sensorium.assembly.playing import sampling_of
+from sensorium.assembly.session import Session, model_session
 from sensorium.cluster.event_loop import lasting_objects, run_async
 from sensorium.data.mixture import each_once, make_sources, table_columns, with_way_out
 from sensorium.engines.protocol import Sampling
@@ -101,15 +102,22 @@ async def evaluate(
     temperature: float,
     samples: int = 1,
     occasion: str = "",
+    progress: Callable[[int], None] | None = None,
 ) -> EvaluationResult:
     """Play every task ``samples`` times. The same seed and name use the same random numbers at every call.
 
-    ``occasion`` distinguishes the ids of the episodes of different calls.
+    ``occasion`` distinguishes the ids of the episodes of different calls; ``progress`` gets how many are done.
     """
     scorer, groups = session.scorer, list[Group]()
     section = recipe.held_out_rollout
     attempt, sampling = attempt_of(recipe.seed, name, occasion), sampling_of(section, temperature)
-    async for scored in play_chunks(session.rollout, scorer, tasks, cut(tasks), samples, attempt, sampling, section):
+
+    def count(done: int) -> None:
+        if progress is not None:
+            progress(len(groups) * samples + done)
+
+    playing = play_chunks(session.rollout, scorer, tasks, cut(tasks), samples, attempt, sampling, section, count)
+    async for scored in playing:
         groups += scored
     made = samples_of(groups, scorer.extract if scorer.comparing else None)
     return EvaluationResult(summarize_samples(made, name), tuple(made), tuple(groups))
@@ -165,7 +173,8 @@ def measure(recipe: Recipe, model_path: str, variants: Sequence[Variant]) -> tup
         summaries = []
         for variant in variants:
             sections = [s.model_copy(update={"options": {**s.options, **variant.options}}) for s in recipe.tasks.evaluate]
-            sources = make_sources(sections, session.store, "tasks.evaluate")
+            changed = recipe.tasks.model_copy(update={"evaluate": tuple(sections)})
+            sources = make_sources(changed, "evaluate", session.store)
             tasks, _ = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
             found = await evaluate(session, recipe, tasks, name=variant.name, temperature=variant.temperature)
             summaries.append(found.summary)
@@ -188,7 +197,7 @@ def evaluate_into(
     if not fresh:
         folder.refuse_other(claim)  # before the model is loaded
     with model_session(recipe, model, folder.path) as session:
-        sources = make_sources(recipe.tasks.evaluate, session.store, "tasks.evaluate")
+        sources = make_sources(recipe.tasks, "evaluate", session.store)
         tasks, skipped = each_once(sources, limit=section.limit, on_bad_row=recipe.tasks.on_bad_row)
         if not tasks:
             raise TaskError("tasks.evaluate: its sources have no tasks, so there is nothing to evaluate on.")

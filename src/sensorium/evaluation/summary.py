@@ -348,10 +348,15 @@ def _category(task: Sequence[Sample]) -> str:
 def _part(tasks: Sequence[Sequence[Sample]], k: int) -> dict[str, Any]:
     """The numbers of all tasks or of a category. ``tasks`` counts those that were judged."""
     accuracy = _over(tasks, mean_at_k, k)
+    judged = [task for task in tasks if mean_at_k(task) is not None]
     part: dict[str, Any] = {
         "accuracy": accuracy["value"],
         "interval": accuracy["interval"],
-        "tasks": sum(mean_at_k(task) is not None for task in tasks),
+        **({"majority": known} if (known := _most_frequent([_known(task[0].answer) for task in judged])) else {}),
+        **(
+            {"given": given} if (given := _most_frequent([[s.extracted] for t in judged for s in t if s.extracted])) else {}
+        ),
+        "tasks": len(judged),
     }
     if k > 1:
         part |= {f"mean@{k}": accuracy, f"best@{k}": _over(tasks, best_at_k)}
@@ -364,6 +369,22 @@ def _part(tasks: Sequence[Sequence[Sample]], k: int) -> dict[str, Any]:
         if values := [value for sample in rewarded if (value := sample.terms.get(name)) is not None]:
             terms[name] = _mean(values)
     return part | {"reward": _mean([s.reward for s in rewarded if s.reward is not None]), "terms": terms}
+
+
+def _known(answer: Any) -> list[str]:
+    """The answers that count as right, as texts that are equal where they differ in case and spaces alone."""
+    several = answer if isinstance(answer, list | tuple) else [answer]
+    texts = [" ".join(str(one).split()).casefold() for one in several if isinstance(one, str | int | float)]
+    return list(dict.fromkeys(text for text in texts if text))
+
+
+def _most_frequent(answers: Sequence[Sequence[str | None]]) -> dict[str, Any] | None:
+    """The most frequent of answers, its share of them, and how many differ; of known ones: chance, by always saying it."""
+    counts = Counter(answer for several in answers for answer in several)
+    if not counts:
+        return None
+    [(answer, count)] = counts.most_common(1)
+    return {"answer": answer, "share": count / len(answers), "different": len(counts)}
 
 
 def _over(

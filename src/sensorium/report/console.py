@@ -21,7 +21,7 @@ from rich.text import Text
 
 from sensorium.report.cards import first_group_lines
 from sensorium.report.charts import bounds, chart, smooth, sparkline
-from sensorium.report.tables import count_text, interval_text, share_or_reward
+from sensorium.report.tables import count_text, interval_text, majority_text, share_or_reward
 from sensorium.report.terminal import Terminal, say
 from sensorium.report.watcher import Metrics, RunStart, Summary, Watcher
 from sensorium.runs.metrics import Notice
@@ -30,6 +30,8 @@ from sensorium.vocabulary.metric_names import TROUBLES
 from sensorium.vocabulary.plain import counted
 
 QUIET_S = 10.0
+WARM_START, RL = "warm start", "RL"
+EVALUATING = {"evaluate": "evaluating the held-out tasks", "sight check": "the sight check"}  # phases that say they begin
 PHASES = ("draw", "rollout", "score", "credit", "update", "record")
 KINDS = 12  # kinds of tasks that are listed
 PRINTED_BEFORE = frozenset({"slower_computing"})  # findings whose reasons are printed when they occur
@@ -61,10 +63,20 @@ class ConsoleWatcher(Watcher):
             say(f"{run.name}: {left} {'step' if left == 1 else 'steps'} to go{since}", self.console)
 
     def phase(self, step: int, name: str, total: int = 0) -> None:
+        begun = name in EVALUATING and self._state.phase != name
         self._state.phase, self._state.done, self._state.of = name, 0, total
+        if self._live is None and begun and (self._state.step == 0 or self._quiet()):
+            self._last_line = time.monotonic()
+            say(f"step {self._state.step}: {EVALUATING[name]} ...", self.console)
 
     def progress(self, done: int) -> None:
         self._state.done = done
+        if self._live is None and self._state.phase in EVALUATING and done < self._state.of and self._quiet():
+            self._last_line = time.monotonic()
+            say(f"step {self._state.step}: {self._state.phase}, {done:,} of {self._state.of:,} episodes", self.console)
+
+    def _quiet(self) -> bool:
+        return time.monotonic() - self._last_line >= QUIET_S
 
     def stepped(self, step: int, metrics: Metrics) -> None:
         self._state.take(step, metrics)
@@ -80,7 +92,8 @@ class ConsoleWatcher(Watcher):
             interval = f" [{interval_text(summary)}]".replace("–", " to ") if summary.get("interval") else ""
             judged, tasks = summary.get("judged"), summary.get("tasks")
             few = f", {judged} of {tasks} tasks judged" if judged and tasks and judged < tasks else ""
-            say(f"step {step}: {summary['name']} {_measured(summary)}{interval}{few}", self.console)
+            chance = f", majority answer {majority}" if (majority := _majority(summary)) else ""
+            say(f"step {step}: {summary['name']} {_measured(summary)}{interval}{few}{chance}", self.console)
             for line in category_lines(summary):
                 say(f"  {line}", self.console)
 
@@ -146,8 +159,7 @@ class _State:
         self.findings: dict[str, Notice] = {}
         self._began = self._stepped_at = time.monotonic()
         self._ended: float | None = None
-        self._first: float | None = None  # how long the first step took: it also compiles and warms up
-        self._durations: deque[float] = deque(maxlen=20)
+        self._durations: dict[str, deque[float]] = {}  # by stage, without its first step, which compiles and warms up
 
     def start(self, run: RunStart) -> None:
         self.run, self.step = run, run.first
@@ -155,10 +167,11 @@ class _State:
 
     def take(self, step: int, metrics: Metrics) -> None:
         now = time.monotonic()
-        if self._first is None:
-            self._first = now - self._stepped_at
+        stage = WARM_START if step <= self.run.warm_start else RL
+        if stage in self._durations:
+            self._durations[stage].append(now - self._stepped_at)
         else:
-            self._durations.append(now - self._stepped_at)
+            self._durations[stage] = deque(maxlen=20)
         self._stepped_at = now
         self.step, self.metrics = step, metrics
         if step >= self.run.steps:
@@ -175,11 +188,18 @@ class _State:
 
     @property
     def left(self) -> str:
-        """The remaining time; empty before the first step and after the last."""
-        if self._first is None or self.step >= self.run.steps:
+        """The remaining time by a stage's second step on; of the warm start alone while no step of RL was measured."""
+        warm = self.run.warm_start
+        steps = {WARM_START: max(0, warm - self.step), RL: self.run.steps - max(self.step, warm)}
+        needed = {
+            stage: count * statistics.median(self._durations[stage])
+            for stage, count in steps.items()
+            if count and self._durations.get(stage)
+        }
+        if not needed or (steps[WARM_START] and WARM_START not in needed):
             return ""
-        typical = statistics.median(self._durations or [self._first])
-        return f"{'' if self._durations else 'at most '}{duration(typical * (self.run.steps - self.step))} left"
+        whole = len(needed) == sum(count > 0 for count in steps.values())
+        return f"{duration(sum(needed.values()))} left{'' if whole else ' of the warm start'}"
 
     def line(self) -> str:
         """The state as one plain line, ASCII only."""
@@ -261,6 +281,7 @@ class _State:
             line.append(share_or_reward(last), style="bold green")
             line.append(f"  [{interval_text(last)}]" if last.get("interval") else "", style="dim")
             line.append(f"  at step {step}", style="dim")
+            line.append(f"  majority answer {majority}" if (majority := _majority(last)) else "", style="dim")
             yield "held out", line
         if "throughput/episodes_per_s" in self.metrics:
             line = Text(f"{count_text(self.metrics['throughput/episodes_per_s'])} episodes/s")
@@ -325,6 +346,11 @@ def category_lines(summary: Summary) -> list[str]:
     return lines + ([f"the lowest {len(lowest)} of {len(kinds)} kinds of tasks"] if len(kinds) > len(lowest) else [])
 
 
+def _majority(summary: Summary) -> str:
+    """What the majority answer alone would score, in ASCII where the answer is."""
+    return majority_text(summary).replace("“", "'").replace("”", "'").replace("…", "...")
+
+
 def _measured(summary: Summary) -> str:
     if summary.get("accuracy") is not None:
         return f"accuracy {share_or_reward(summary)}"
@@ -369,4 +395,43 @@ class EvaluationBar:
 
     def _print(self, line: str) -> None:
         with suppress(OSError, ValueError):  # a console that cannot print ends no evaluation
+            say(line, self.console)
+
+
+class WorkBar:
+    """What a command does before its result: a bar on a terminal, else a line for each kind of work and every ``quiet_s``.
+
+    It is written to stderr, so that the result alone can be piped.
+    """
+
+    def __init__(self, quiet_s: float = QUIET_S, *, silent: bool = False) -> None:
+        self.console, self.quiet_s = Terminal(stderr=True, quiet=silent), quiet_s
+        parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.progress = Progress(*parts, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar = self.progress.add_task("", total=None)
+        self._what, self._of, self._last_line = "", 0, 0.0
+
+    def __enter__(self) -> "WorkBar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def begin(self, what: str, of: int = 0) -> None:
+        """Something new is done, in so many parts (0: unknown)."""
+        self._what, self._of, self._last_line = what, of, time.monotonic()
+        self.progress.reset(self.bar, total=of or None, description=what)
+        if self.progress.disable:
+            self._print(f"{what} ...")
+
+    def tell(self, done: int) -> None:
+        """So many parts are done."""
+        self.progress.update(self.bar, completed=done)
+        if self.progress.disable and time.monotonic() - self._last_line >= self.quiet_s:
+            self._last_line = time.monotonic()
+            self._print(f"{self._what}: {done:,} of {self._of:,}")
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # a console that cannot print ends nothing
             say(line, self.console)

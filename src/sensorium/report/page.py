@@ -22,7 +22,7 @@ from sensorium.report.album import Album
 from sensorium.report.cards import Kind, compare_evaluations, comparison_card, group_card, training_groups
 from sensorium.report.charts import Axis, Series, line_chart
 from sensorium.report.console import duration
-from sensorium.report.tables import interval_text, share
+from sensorium.report.tables import interval_text, majority_text, share
 from sensorium.runs.durable import write_whole
 from sensorium.runs.metrics import HealthRecord, Notice, SightResult, read_health, read_metrics
 from sensorium.runs.run_directory import RunDirectory
@@ -131,6 +131,8 @@ def stage_table(summaries: Sequence[Summary], warm: int) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("", *heads, change, "n"))
     accuracy = "Accuracy on held-out tasks, with its 95 % interval."
     reward = "Mean reward on held-out tasks; no reward term says right or wrong."
+    if chance := majority_text(_widest_first(summaries)[0][-1]):
+        accuracy += f" Always giving the most frequent answer would score {escape(chance)}."
     note = f'<p class="note">{reward if by_reward else accuracy}</p>'
     return f'{note}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
@@ -387,7 +389,8 @@ def _tiles(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, A
             was = "".join(f"from {share(s['accuracy'])}" for _, s in stages[-2:-1] if s.get("accuracy") is not None)
             since = "since RL began; " if was and warm and stage == "after RL" else ""
             interval = f"{since}95 % interval {interval_text(last)}" if last.get("interval") else since
-            tiles.append(tile("held-out accuracy", share(last["accuracy"]), was, interval))
+            chance = f"; majority answer {escape(majority)}" if (majority := majority_text(last)) else ""
+            tiles.append(tile("held-out accuracy", share(last["accuracy"]), was, interval + chance))
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     if len(rewards) == 1:
         tiles.append(tile("mean reward", f"{rewards[0]:.3f}", "", "one step"))

@@ -4,7 +4,7 @@ Categories are columns, as in published tables; if there are too many, or the te
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -136,6 +136,15 @@ def interval_text(summary: Mapping[str, Any]) -> str:
     return "" if not interval else f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}"
 
 
+def majority_text(part: Mapping[str, Any], name: str = "majority") -> str:
+    """The most frequent known answer, or of ``given`` ones, and its share: ``“yellow” 14.1 %``; empty if there is none."""
+    found = part.get(name)
+    if not found:
+        return ""
+    answer = found["answer"]
+    return f"“{answer if len(answer) <= LONGEST_ANSWER else answer[: LONGEST_ANSWER - 1] + '…'}” {share(found['share'])}"
+
+
 def count_text(count: float) -> str:
     """A count in few characters: 1.2 k, 34.5 M, 3.1 B."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -160,6 +169,8 @@ def _house_table(title: str, *columns: str) -> Table:
 
 
 MOST_COLUMNS = 10
+CHANCE = "chance"  # by always giving the most frequent known answer, which a note names
+LONGEST_ANSWER = 16  # characters of an answer in a table
 INTERVAL = "95 % interval"
 ACROSS_TASKS, ACROSS_SEEDS = "95 % across tasks", "95 % across seeds"
 Part = Mapping[str, Any]
@@ -193,6 +204,8 @@ def summary_grid(summary: Summary) -> Grid:
         ("accuracy" if k == 1 else f"accuracy (mean@{k})", [share(part.get("accuracy")) for part in parts]),
         (INTERVAL, [interval_text(part) or "–" for part in parts]),
     ]
+    if "majority" in summary:
+        rows.append((CHANCE, [share(part.get("majority", {}).get("share")) for part in parts]))
     for name in (f"best@{k}", f"majority@{k}"):
         if name in summary:
             rows.append((name, [share(part[name]["value"]) for part in parts]))
@@ -292,15 +305,21 @@ def print_grid(grid: Grid, console: Console) -> None:
     """Print a grid and its notes, turned if the terminal is too narrow; a log is as wide as needed."""
     table = _table(grid.turned() if grid.wide else grid)
     width = console.width
-    needed = Measurement.get(console, console.options.update(width=10_000), table).maximum
+    needed = _width(table, console)
     if needed > width and not console.is_terminal:
         console.width = needed
-    elif needed > width and not grid.wide:
+    elif needed > width:
         table = _table(grid.turned())
+        if _width(table, console) > width:  # a note below has the chance of all tasks
+            table = _table(replace(grid, rows=tuple(row for row in grid.rows if row[0] != CHANCE)).turned())
     console.print(table)
     console.width = width
     for note in grid.notes:
         console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(width=10_000), table).maximum
 
 
 def _table(grid: Grid) -> Table:
@@ -333,6 +352,12 @@ def _notes(summary: Summary) -> list[str]:
         f"{drawn}{warm}; {length:.1f} tokens an episode; {cut}; {summary['failed']:,} failed; "
         f"{summary['missing']:,} without a whole reward."
     ]
+    if summary.get("given") and summary.get("majority"):
+        notes.append(
+            f"{counted(summary['given']['different'], 'different answer')} given, most often "
+            f"{majority_text(summary, 'given')}; the tasks have {summary['majority']['different']:,}, most often "
+            f"{majority_text(summary)}: what always giving that one would score."
+        )
     if summary.get("skipped"):
         notes.append(f"{counted(summary['skipped'], 'bad row')} skipped (tasks.on_bad_row).")
     return notes

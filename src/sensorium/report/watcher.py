@@ -17,7 +17,8 @@ from sensorium.vocabulary.errors import SensoriumError
 from sensorium.vocabulary.secrets import without_keys
 
 Metrics = Mapping[str, float]
-# An evaluation's summary: name, tasks, episodes, accuracy, interval [low, high], reward, terms {name: mean}, categories
+# An evaluation's summary: name, tasks, episodes, accuracy, interval [low, high], majority and given {answer, share,
+# different} (the most frequent of the known and of the model's answers), reward, terms {name: mean}, categories
 # {name: {accuracy, interval, tasks, reward, terms}}, length_mean, failed, missing, and of k > 1 samples mean@k, best@k and
 # majority@k {value, interval}. ``accuracy`` and ``reward`` are None if nothing was judged.
 Summary = Mapping[str, Any]

@@ -8,14 +8,15 @@ a resumed run repeats the uninterrupted one.
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from sensorium.assembly.determinism import random_state, restore_random_state, surroundings, warn_if_changed
-from sensorium.assembly.session import Session, sampling_of
+from sensorium.assembly.playing import sampling_of
+from sensorium.assembly.session import Session
 from sensorium.cluster.event_loop import set_aside, set_aside_more, take_back
 from sensorium.data.mixture import SkippedRow
 from sensorium.data.planner import Planner
@@ -36,7 +37,7 @@ from sensorium.runs.run_directory import RunDirectory, refuse_moved
 from sensorium.trainer.checkpoint import Best, Checkpoints, keep_batch
 from sensorium.trainer.collect import CollectedStep, Collector
 from sensorium.trainer.credit import credit
-from sensorium.trainer.health.facts import Evidence, unanswered
+from sensorium.trainer.health.facts import Evidence, answer_counts, unanswered
 from sensorium.trainer.health.monitor import Health, refuse_ruined
 from sensorium.trainer.health.rules import SLOW_CALL_S
 from sensorium.trainer.health.sight import check_sight
@@ -201,6 +202,7 @@ class Trainer:
             unanswered(self.session.scorer, groups),
             given_up(),
             await self._unrewarded_demonstrations(groups),
+            answer_counts(self.session.scorer, groups),
         )
 
     async def _collect(self, step: int, clock: Clock) -> CollectedStep:
@@ -504,15 +506,16 @@ class RunEvaluator:
         """Evaluate on the held-out tasks and write summary and episodes."""
         recipe = self.recipe
         self.meter.lap()
-        section = recipe.evaluation
+        section, tasks = recipe.evaluation, await self.tasks(step)
         evaluation = await evaluate(
             self.session,
             recipe,
-            await self.tasks(step),
+            tasks,
             name="eval",
             temperature=section.temperature,
             samples=section.samples,
             occasion=f"step_{step}",
+            progress=self._begin(step, "evaluate", len(tasks) * section.samples),
         )
         self.meter.lap("media/eval")
         if problem := nothing_scored(evaluation.groups):
@@ -524,6 +527,11 @@ class RunEvaluator:
         self.watcher.generated(step, evaluation.groups, self.session.store)
         return evaluation
 
+    def _begin(self, step: int, phase: str, episodes: int) -> Callable[[int], None]:
+        """Say how many episodes a phase plays; returns what is called with the number that are done."""
+        self.watcher.phase(step + 1, phase, episodes)
+        return self.watcher.progress
+
     def sight_due(self, step: int) -> bool:
         """True at the start and at the end of a run that evaluates."""
         return bool(self._tasks) and self.recipe.checks_sight and step in (0, self.recipe.total_steps)
@@ -532,7 +540,10 @@ class RunEvaluator:
         """Play some held-out tasks with and without each kind of media; a failed check is only noted."""
         self.meter.lap()
         try:
-            return await check_sight(self.recipe, self.session, await self.tasks(step), step)
+            tasks = await self.tasks(step)
+            return await check_sight(
+                self.recipe, self.session, tasks, step, lambda of: self._begin(step, "sight check", of)
+            )
         except SensoriumError as error:
             self.watcher.noted(f"the sight check was left out, because it failed: {error}")
             return []

@@ -81,6 +81,7 @@ def facts(row: dict[str, float], *groups: Group, before: Any = (), step: int = 9
         more.pop("unanswered", {}),
         more.pop("given_up", ()),
         more.pop("demonstrations", (0, 0, 0)),
+        more.pop("answers", ({}, {})),
     )
     sections = more.pop("sections", {})
     return StepFacts(recipe(**sections), step, row, History(before), evidence, **more)
@@ -177,6 +178,10 @@ CASES: dict[str, tuple[StepFacts, str]] = {
     "entropy_collapse": (
         facts(HEALTHY | {"policy/entropy": 0.01}, before=[HEALTHY, *[HEALTHY | {"policy/entropy": 0.01}] * 5]),
         "entropy fell from 0.8 to 0.01 with accuracy 0.50",
+    ),
+    "answer_collapse": (
+        facts(HEALTHY, answers=({"a": 116, "b": 12}, dict.fromkeys("abcd", 4))),
+        "128 answers are of 1.4 kinds in effect, 91 % of them “a”; those known are of 4.0",
     ),
     "large_ratio": (facts(HEALTHY | {"policy/ratio_max": 4e8}), "a token became 4e+08 times likelier"),
     "stale": (facts(HEALTHY | {"mismatch/effective_share": 0.1, "staleness/max": 3.0}), "10 % are left in effect"),
@@ -377,6 +382,26 @@ def test_tasks_are_learned_by_heart_only_if_training_is_above_the_held_out_inter
 def test_entropy_may_fall_where_the_answers_are_right() -> None:
     sure = HEALTHY | {"policy/entropy": 0.01, "accuracy": 0.97}
     assert "entropy_collapse" not in found(facts(sure, before=[HEALTHY, *[sure] * 5]))
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "collapsed"),
+    [
+        ({"yes": 128}, {"yes": 8, "no": 8}, False),  # two kinds of answers: one may be right for most of a step
+        ({"a": 128}, {"a": 6, "b": 5, "c": 5}, False),
+        ({"a": 128}, {"a": 13, "b": 1, "c": 1, "d": 1}, False),  # of which most are one
+        ({"a": 64, "b": 64}, dict.fromkeys("abcd", 4), False),
+        ({"a": 128}, dict.fromkeys("abcd", 4), True),
+        ({"a": 63}, dict.fromkeys("abcd", 4), False),  # too few to say
+        ({"a": 128}, dict.fromkeys("abcd", 3), False),
+        (dict.fromkeys("abcdefghi", 14), {str(i): 1 for i in range(64)}, False),
+        (dict.fromkeys("abcdefg", 18), {str(i): 1 for i in range(64)}, True),
+    ],
+)
+def test_answers_collapse_only_where_those_known_are_of_many_kinds(
+    given: dict[str, int], known: dict[str, int], collapsed: bool
+) -> None:
+    assert ("answer_collapse" in found(facts(HEALTHY, answers=(given, known)))) == collapsed
 
 
 def test_entropy_that_leaps_is_a_sudden_loss() -> None:

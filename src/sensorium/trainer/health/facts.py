@@ -4,7 +4,7 @@
 uninterrupted one did.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -96,7 +96,7 @@ class Evidence:
     ``unanswered``: by term that compares answers, in how many of how many episodes it found none. ``given_up``: why fast
     ways to compute were given up in this process so far. ``demonstrations``: how many of how many demonstrations of tasks
     like these got no reward themselves, and how many go on after ``rollout.max_turns``; zeros where there are none or
-    nothing made us look.
+    nothing made us look. ``answers``: how often each answer was given, and known for the tasks.
     """
 
     groups: tuple[Group, ...] = ()
@@ -104,6 +104,7 @@ class Evidence:
     unanswered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     given_up: tuple[str, ...] = ()
     demonstrations: tuple[int, int, int] = (0, 0, 0)
+    answers: tuple[Mapping[str, int], Mapping[str, int]] = field(default_factory=lambda: ({}, {}))
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,25 @@ def unanswered(scorer: Scorer, groups: Iterable[Group], most: int = 64) -> dict[
                     without += 1
             found[term.name] = (without, len(known))
     return found
+
+
+def answer_counts(scorer: Scorer, groups: Iterable[Group], most: int = 1024) -> tuple[Counter[str], Counter[str]]:
+    """How often each answer was given, by the term that compares first, and how often each is known for the tasks.
+
+    As in ``unanswered``, only a term that is plain computation is asked. Both are empty where a task has no answer.
+    """
+    given, known = Counter[str](), Counter[str]()
+    if not getattr(scorer.comparing, "instant", False):
+        return given, known
+    for group in groups:
+        first = next(iter(group.task.answer), None) if isinstance(group.task.answer, list | tuple) else group.task.answer
+        if first is None:
+            return Counter(), Counter()
+        known["".join(filter(str.isalnum, str(first).casefold()))] += 1
+        for episode in group.episodes:
+            if given.total() < most and (answer := scorer.extract(group.task, episode)) is not None:
+                given[answer] += 1
+    return given, known
 
 
 def was_judged(episode: Episode, term: str) -> bool:

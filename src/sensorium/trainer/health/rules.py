@@ -6,7 +6,7 @@ The first line of a rule's docstring is its row on the page docs/reference/healt
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import hypot, sqrt
+from math import exp, hypot, log, sqrt
 from statistics import NormalDist
 
 from sensorium.data.planner import parse_facts, parse_memory
@@ -39,6 +39,10 @@ FAILED_SHARE = 0.1
 LONG_STEP_S, SLOW_CALL_S, SLOW_BUSY_SHARE = 1.0, 0.05, 0.5  # below them no phase counts as slow
 FULL_SHARE = 0.7  # of the environments' places: from there on, more places help
 IN_A_ROW = 3  # steps without reward or variance before a warning: a single step of few prompts may be chance
+# Fewest tasks and answers that a claim about their variety rests on, and fewest kinds of known answers in effect: of two
+# or three, as yes and no, one may be right for most tasks of a step.
+VARIED_TASKS, VARIED_ANSWERS, FEWEST_KINDS = 16, 64, 4
+FEW_SHARE, MOST_KINDS = 0.4, 20  # kinds of answers given, of those known; more than 20 of these count as 20
 FEWEST = 4  # episodes that a claim about all of them must rest on
 # Terms, by part, that lower the reward of responses they are to prevent, and their value for all other responses.
 GUARDS = {
@@ -168,6 +172,37 @@ def entropy_collapse(facts: StepFacts) -> Finding | None:
     cause = "the policy has become nearly deterministic before the tasks are learned"
     advice = "Lower the learning rate, raise algorithm.loss.clip_high or entropy_coef, or hold it with algorithm.kl.coef"
     return Finding("entropy_collapse", f"entropy fell from {first:.2g} to {mean:.2g}{right}", cause, advice)
+
+
+def answer_collapse(facts: StepFacts) -> Finding | None:
+    """The answers given have collapsed to few different ones, where the known answers of the same tasks differ far more.
+
+    Kinds are counted in effect, as exp(entropy): nine times A and once B are 1.4 kinds. Tasks with fewer than four kinds
+    of known answers (yes and no) never fire.
+    """
+    given, known = facts.evidence.answers
+    if facts.supervised or sum(known.values()) < VARIED_TASKS or sum(given.values()) < VARIED_ANSWERS:
+        return None
+    kinds, wanted = _kinds(given.values()), _kinds(known.values())
+    if wanted < FEWEST_KINDS or kinds >= FEW_SHARE * min(wanted, MOST_KINDS):
+        return None
+    answer, count = max(given.items(), key=lambda item: item[1])
+    share = f"{100 * count / sum(given.values()):.0f} % of them {_quoted(answer)}"
+    what = f"{sum(given.values())} answers are of {kinds:.1f} kinds in effect, {share}; those known are of {wanted:.1f}"
+    cause = (
+        "the model gives the same answers whatever it is asked: a frequent answer that is sometimes right, or a collapse"
+    )
+    advice = (
+        "Compare accuracy with the majority answer's share (eval), balance the answers of the tasks, lower the learning "
+        "rate, or raise algorithm.loss.entropy_coef"
+    )
+    return Finding("answer_collapse", what, cause, advice)
+
+
+def _kinds(counts: Iterable[int]) -> float:
+    """The effective number of kinds: exp of the entropy of their shares."""
+    several = [count for count in counts if count]
+    return exp(-sum(count / sum(several) * log(count / sum(several)) for count in several))
 
 
 def mismatch(facts: StepFacts) -> Finding | None:
@@ -624,6 +659,7 @@ RULES = (
     Rule(held_out_fall),
     Rule(held_out),
     Rule(entropy_collapse),
+    Rule(answer_collapse),
     Rule(large_ratio),
     Rule(mismatch),
     Rule(stale, hides=("weightless",)),

@@ -7,6 +7,7 @@ into no ledger step and no metrics but ``sight/…``.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sensorium.assembly.session import Session
 from sensorium.data.made_media import blank, muted
@@ -19,22 +20,30 @@ from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
 
+BeginPlaying = Callable[[int], Callable[[int], None] | None]
 
-async def check_sight(recipe: Recipe, session: Session, tasks: Sequence[Task], step: int = 0) -> list[SightResult]:
-    """Play some held-out tasks with and without each kind of media; empty where they show none."""
+
+async def check_sight(
+    recipe: Recipe, session: Session, tasks: Sequence[Task], step: int = 0, begin: BeginPlaying = lambda of: None
+) -> list[SightResult]:
+    """Play some held-out tasks with and without each kind of media; empty where they show none.
+
+    ``begin`` is called before each round with its episodes; what it returns gets how many are done.
+    """
     few = spread(tasks, recipe.health.sight_tasks)
     if not any(task.environment or any(message.media for message in task.messages) for task in few):
         return []
     try:
         at = f"step_{step}"
-        shown = (await evaluate(session, recipe, few, name="sight", temperature=0.0, occasion=at)).groups
+        greedy: dict[str, Any] = {"name": "sight", "temperature": 0.0}
+        shown = (await evaluate(session, recipe, few, **greedy, occasion=at, progress=begin(len(few)))).groups
         messages = [message for group in shown for message in group.task.messages]
         messages += [m for group in shown for e in group.episodes for turn in e.turns for m in turn.observation]
         results = []
         for kind in sorted({part.kind for message in messages for item in message.media for part in item.parts}):
             without = replace(session, rollout=Blanking(kind, session).rollout)
             occasion = f"{at}_without_{kind}"
-            blanked = await evaluate(without, recipe, few, name="sight", temperature=0.0, occasion=occasion)
+            blanked = await evaluate(without, recipe, few, **greedy, occasion=occasion, progress=begin(len(few)))
             results.append(_compared(kind, shown, blanked.groups))
         return results
     finally:
