@@ -10,19 +10,23 @@ from PIL import Image
 
 from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import main
-from sensorium.cli.validation import Finding, example_arguments, model_free_session, validate
+from sensorium.cli.validation import BadRows, Finding, example_arguments, model_free_session, validate
+from sensorium.data.media_store import MediaStore
+from sensorium.data.mixture import make_sources
 from sensorium.data.sound import encode_wav
 from sensorium.envs.tool_use import argument_problem
 from sensorium.recipe.load import parse_recipe
+from sensorium.recipe.schema import TasksSection
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer
-from sensorium.vocabulary.errors import TaskError
+from sensorium.vocabulary import Episode, Score, Task
+from sensorium.vocabulary.errors import RecipeError, TaskError
 from tests.trainer.test_going_on import Notes
 
 SOKOBAN = {"source": "environments", "options": {"environment": "sokoban", "size": 6, "options": {"max_turns": 5}}}
 
 
-def findings(episodes: int = 3, **changes: Any) -> dict[str, Finding]:
+def findings(episodes: int = 3, bad: BadRows | None = None, **changes: Any) -> dict[str, Finding]:
     base = {
         "name": "checked",
         "steps": 1,
@@ -31,8 +35,8 @@ def findings(episodes: int = 3, **changes: Any) -> dict[str, Finding]:
         "rollout": {"max_turns": 5, "max_new_tokens": 8},
         "rewards": {"terms": [{"name": "environment"}]},
     }
-    with model_free_session(parse_recipe(json.dumps(base | changes), "test")) as session:
-        return {f"{found.where} {found.check}": found for found in validate(session, episodes=episodes)}
+    with model_free_session(parse_recipe(json.dumps(base | changes), "test"), alone=True) as session:
+        return {f"{found.where} {found.check}": found for found in validate(session, 0, episodes, bad)}
 
 
 def rows(path: Path, *tasks: dict[str, Any]) -> list[dict[str, Any]]:
@@ -181,7 +185,7 @@ def test_demonstrations_that_do_not_fit_a_response_are_noted_by_the_dry_run(tmp_
 def test_demonstrations_that_are_judged_wrong_are_a_warning_that_names_them(tmp_path: Path) -> None:
     good, bad = ({"id": f"t{i}", "prompt": "What?", "answer": "A", "demonstration": text} for i, text in enumerate("AB"))
     given = {"rewards": {"terms": [{"name": "exact", "options": {"fallback": True}}]}}
-    check = "tasks.train.0 demonstrated play"
+    check = "tasks.train.0 demonstrations rewarded"
     assert findings(tasks={"train": rows(tmp_path / "good.jsonl", good)}, **given)[check].level == "ok"
     told = findings(tasks={"train": rows(tmp_path / "both.jsonl", good, bad)}, **given)[check]
     assert (told.level, "t1" in told.found, "t0" in told.found) == ("warning", True, False)
@@ -383,3 +387,109 @@ def test_contexts_are_measured_with_responses_as_long_as_a_run_lets_them_be(tmp_
             finding = found[f"tasks.evaluate.0 {check}"]
             assert (finding.level == "ok", "evaluation.max_context_tokens" in finding.found) == (fits, True)
         assert f"up to {length + 4} of {most}" in found["tasks.evaluate.0 context lengths"].found
+
+
+ASKED = {"prompt": "<image>What?", "answer": "A", "demonstration": "<answer>A</answer>"}
+
+
+def test_each_bad_row_is_found_and_an_exclude_list_of_them_leaves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pictures, demonstrations, answers and duplicates, of which one is the held-out picture in another file."""
+    monkeypatch.chdir(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    for name in ("a", "b", "c", "d", "e", "f", "g"):
+        Image.fromarray(np.roll(pixels, ord(name), 0)).save(f"{name}.png")
+    Image.new("RGB", (32, 32), (9, 9, 9)).save("blank.jpg")
+    Image.open("a.png").save("same.png", compress_level=1)
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    given: dict[str, dict[str, Any]] = {
+        "good": {"images": ["b.png"]},
+        "blank": {"images": ["blank.jpg"]},
+        "wrong": {"images": ["c.png"], "demonstration": "<answer>B</answer>"},
+        "unread": {"images": ["d.png"], "answer": "?!", "demonstration": None},
+        "long": {"images": ["e.png"], "answer": "A" * 400, "demonstration": None},
+        "no shown answer": {"images": ["f.png"], "demonstration": None},
+        "same": {"images": ["same.png"], "answer": "B", "demonstration": None},
+        "broken": {"images": ["broken.png"]},
+    }
+    train = rows(tmp_path / "train.jsonl", *(ASKED | {"id": name} | row for name, row in given.items()))
+    held_out = rows(tmp_path / "test.jsonl", ASKED | {"id": "held", "images": ["a.png"]})
+    recipe = {
+        "name": "mine",
+        "steps": 1,
+        "model": {"path": "tiny:qwen3_vl"},
+        "tasks": {"train": train, "evaluate": held_out, "on_bad_row": "skip"},
+        "rollout": {"max_new_tokens": 40},
+        "rewards": {"terms": [{"name": "exact"}]},
+    }
+    bad = BadRows()
+    findings(bad=bad, **{key: value for key, value in recipe.items() if key != "name"})
+    assert {row.id: row.check for row in bad.found.values()} == {
+        "blank": "blank pictures",
+        "wrong": "demonstrations rewarded",
+        "unread": "answers reachable",
+        "long": "answers reachable",
+        "same": "splits disjoint",
+        "broken": "rows",
+    }
+    Path("mine.json").write_text(json.dumps(recipe))
+    assert main(["validate", "mine.json"]) == 1  # held-out rows are trained on
+    listed = "runs/validate/mine.jsonl"
+    assert listed in capsys.readouterr().out
+    assert [json.loads(line)["row"] for line in Path(listed).read_text().splitlines()] == [7, 1, 2, 3, 4, 6]
+    assert main(["validate", "mine.json", f"tasks.exclude={listed}"]) == 0
+    assert "6 rows are left out already" in capsys.readouterr().out
+    left = make_sources(parse_recipe(json.dumps(recipe), "test", [f"tasks.exclude={listed}"]).tasks, "train", MediaStore())
+    assert [left[0][i].id for i in range(len(left[0]))] == ["good", "no shown answer"]
+
+
+def test_a_list_that_was_made_for_other_rows_is_refused(tmp_path: Path) -> None:
+    train = rows(tmp_path / "train.jsonl", *({"id": name, "prompt": "1?", "answer": "A"} for name in "ab"))
+    path = tmp_path / "bad.jsonl"
+    tasks = TasksSection(train=train, exclude=path)
+    for line in (
+        {"source": "tasks.train.0", "row": 1, "id": "a"},
+        {"source": "tasks.train.0", "row": 2, "id": "c"},
+        {"source": "tasks.train.1", "row": 0, "id": "a"},
+        {"row": 0},
+    ):
+        path.write_text(json.dumps(line))
+        with pytest.raises(RecipeError, match=r"tasks\.exclude"):
+            make_sources(tasks, "train", MediaStore())
+    path.write_text("".join(json.dumps({"source": "tasks.train.0", "row": i, "id": "ab"[i]}) + "\n" for i in range(2)))
+    with pytest.raises(TaskError, match="all 2 rows"):
+        make_sources(tasks, "train", MediaStore())
+
+
+def test_silent_clips_and_impossible_rates_are_found_and_quiet_ones_are_not(tmp_path: Path) -> None:
+    tone = np.sin(np.arange(8000) / 5).astype(np.float32)
+    clips = {"loud": (tone, 16000), "quiet": (tone * 0.01, 8000), "silent": (tone * 1e-4, 16000), "slow": (tone, 1200)}
+    for name, (samples, rate) in clips.items():
+        (tmp_path / f"{name}.wav").write_bytes(encode_wav(samples, rate))
+    asked = ({"id": n, "prompt": "<audio>What?", "answer": "A", "audios": [f"{n}.wav"]} for n in clips)
+    bad = BadRows()
+    given = {"model": {"path": "tiny:qwen2_5_omni"}, "rewards": {"terms": [{"name": "exact"}]}}
+    findings(bad=bad, tasks={"train": rows(tmp_path / "rows.jsonl", *asked)}, **given)
+    assert {row.id: row.check for row in bad.found.values()} == {"silent": "silent sounds", "slow": "sampling rates"}
+
+
+def test_a_form_of_answers_that_only_the_users_own_term_reads_is_no_problem(tmp_path: Path) -> None:
+    tasks = {"train": rows(tmp_path / "rows.jsonl", *({"prompt": f"{i}?", "answer": str(i)} for i in range(4)))}
+    bad = BadRows()
+    found = findings(bad=bad, tasks=tasks, rewards={"terms": [{"name": f"{__name__}:Final"}]})
+    assert found["tasks.train.0 answers reachable"].level == "ok"
+    assert not bad.found
+
+
+class Final:
+    """Compares what follows 'final:'."""
+
+    name, instant = "final", True
+
+    def score(self, task: Task, episode: Episode) -> Score:
+        right = self.extract(task, episode) == task.answer
+        return Score("final", float(right), correct=right)
+
+    def extract(self, task: Task, episode: Episode) -> str | None:
+        return episode.response.partition("final: ")[2] or None

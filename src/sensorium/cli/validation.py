@@ -7,10 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sensorium.assembly.session import EnvironmentMaker, make_scorer, open_store, sampling_of
+from sensorium.assembly.playing import EnvironmentMaker, make_scorer, open_store, sampling_of
+from sensorium.cli.row_checks import (
+    Judged,
+    WrittenAnswers,
+    fingerprint,
+    judge_answers,
+    judge_demonstrations,
+    media_fault,
+)
 from sensorium.cluster.event_loop import run_async
+from sensorium.data.excluded_rows import BadRow, id_of, original_row
 from sensorium.data.media_store import MediaStore
-from sensorium.data.mixture import TaskSource, Treatment, make_sources, permuted
+from sensorium.data.mixture import Side, TaskSource, Treatment, make_source, permuted
 from sensorium.data.planner import CausalSource, gaps, without_history
 from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.engines.protocol import Request
@@ -24,7 +33,8 @@ from sensorium.models.load_chat import load_chat_processor, load_stand_in
 from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import Recipe, RolloutSection, SourceSection
-from sensorium.rewards.judge_terms import NO_CLIENT
+from sensorium.report.console import WorkBar
+from sensorium.rewards.reward_term import asks_others
 from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.live import MakeEnvironment, media_of
 from sensorium.rollout.play import Attempt, Renderer, Rollout
@@ -132,6 +142,7 @@ class ModelFreeSession:
     scorer: Scorer
     stand_in: str
     problem: str = ""
+    unasked: tuple[tuple[str, float], ...] = ()  # terms that ask judges or services, with their weights
 
     async def play(
         self,
@@ -154,13 +165,20 @@ class ModelFreeSession:
 
 
 @contextmanager
-def model_free_session(recipe: Recipe) -> Iterator[ModelFreeSession]:
-    """A session without weights; if the model's files are missing, with the tokenizer of a tiny model of its family."""
-    store = open_store(recipe)
+def model_free_session(
+    recipe: Recipe, store: MediaStore | None = None, *, alone: bool = False
+) -> Iterator[ModelFreeSession]:
+    """A session without weights; if the model's files are missing, with the tokenizer of a tiny model of its family.
+
+    ``alone``: terms that ask a judge or a service are left out.
+    """
+    store = store or open_store(recipe)
     chat, stand_in, problem = chat_of(recipe, store)
     scorer = make_scorer(recipe.rewards, None, store)
+    others = tuple((term.name, weight) for term, weight in scorer.terms if alone and asks_others(term))
+    scorer.terms = tuple((term, weight) for term, weight in scorer.terms if not (alone and asks_others(term)))
     try:
-        yield ModelFreeSession(recipe, store, chat, scorer, stand_in, problem)
+        yield ModelFreeSession(recipe, store, chat, scorer, stand_in, problem, others)
     finally:
         scorer.close()
         chat.decoder.close()
@@ -190,6 +208,7 @@ def chat_of(recipe: Recipe, store: MediaStore) -> tuple[ChatProcessor, str, str]
 Level = Literal["ok", "warning", "error"]
 DEMONSTRATED = "demonstrated play"
 MEDIA_AT_ONCE = 16
+MEDIA_CHECKS = ("silent sounds", "sampling rates", "blank pictures")
 MOST_NAMED = 100  # problems of one check that are named; the others are counted
 
 
@@ -215,11 +234,30 @@ class Split:
     left: int = 0
     tasks: list[Task] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
+    places: list[tuple[str, int]] = field(default_factory=list)  # the source of each task, and its row there
 
 
-def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> Iterator[Finding]:
-    """Check everything that a recipe names; ``rows`` of each source at most (0: all), ``episodes`` played of each."""
+@dataclass
+class BadRows:
+    """Rows with a problem: the first problem of each, in the order in which they were found."""
+
+    found: dict[tuple[str, int], BadRow] = field(default_factory=dict)
+
+    def add(self, place: tuple[str, int], task_id: str, check: str, reason: str) -> str:
+        """Add a row; returns the line that names it."""
+        self.found.setdefault(place, BadRow(*place, task_id, check, reason))
+        return reason
+
+
+def validate(
+    session: ModelFreeSession, rows: int = 0, episodes: int = 16, bad: BadRows | None = None, bar: WorkBar | None = None
+) -> Iterator[Finding]:
+    """Check everything that a recipe names; ``rows`` of each source at most (0: all), ``episodes`` played of each.
+
+    Rows with a problem are added to ``bad``; ``bar`` shows what is being done.
+    """
     recipe = session.recipe
+    bad, bar = bad or BadRows(), bar or WorkBar(silent=True)
     if session.stand_in:
         fetched = may_be_hub_id(recipe.model.path)
         why = f"the files of {recipe.model.path} are not here" if fetched else session.problem.rstrip(".")
@@ -229,62 +267,175 @@ def validate(session: ModelFreeSession, rows: int = 0, episodes: int = 16) -> It
         text = f"{why}; {session.stand_in} replaces it; {measured}"
         yield Finding("model", "chat template", text, "warning" if fetched else "error")
     splits = []
-    for place, sections in (("tasks.train", recipe.tasks.train), ("tasks.evaluate", recipe.tasks.evaluate)):
+    sides: dict[Side, Sequence[SourceSection]] = {"train": recipe.tasks.train, "evaluate": recipe.tasks.evaluate}
+    for side, sections in sides.items():
+        place = f"tasks.{side}"
         split = Split(place)
         splits.append(split)
         for number, section in enumerate(sections):
             where = f"{place}.{number}"
             try:
-                (source,) = make_sources([section], session.store, place)
+                source = make_source(recipe.tasks, side, number, session.store)
             except SensoriumError as error:
                 yield Finding(where, "source", str(error), "error")
                 split.failed = True
                 continue
-            yield from _check_source(session, where, section, source, split, rows, episodes)
+            yield from _SourceCheck(session, where, source, split, bad, bar).findings(section, rows, episodes)
         if not split.left and (split.tasks or (split.failed and recipe.tasks.on_bad_row == "skip")):
             level: Level = "error" if place == "tasks.train" else "warning"
             yield Finding(place, "tasks left", "every task that was read would be left out", level)
-    yield from _check_splits(*splits)
+    yield from _check_splits(splits[0], splits[1], bad)
 
 
-def _check_source(
-    session: ModelFreeSession,
-    where: str,
-    section: SourceSection,
-    source: TaskSource,
-    split: Split,
-    rows: int,
-    episodes: int,
-) -> Iterator[Finding]:
-    tasks, bad = [], []
-    planner = session.recipe.tasks.planner.name if split.place == "tasks.train" else ""
-    count = min(rows or len(source), len(source))
-    for nth in range(count):
-        try:
+class _SourceCheck:
+    """The checks of one source."""
+
+    def __init__(
+        self, session: ModelFreeSession, where: str, source: TaskSource, split: Split, bad: BadRows, bar: WorkBar
+    ) -> None:
+        self.session, self.where, self.source, self.split, self.bad, self.bar = session, where, source, split, bad, bar
+        self.rows: dict[int, int] = {}  # the row of each task, by the task's identity
+        self.seen: dict[str, str] = {}  # the fingerprint of each medium that was decoded, by its key
+
+    def findings(self, section: SourceSection, rows: int, episodes: int) -> Iterator[Finding]:
+        """Read the source's rows, then check their media, prompts, demonstrations and answers, and play some."""
+        source, split, recipe = self.source, self.split, self.session.recipe
+        tasks, unreadable = [], []
+        planner = recipe.tasks.planner.name if split.place == "tasks.train" else ""
+        count = min(rows or len(source), len(source))
+        self.bar.begin(f"{self.where}: reading rows", count)
+        for nth in range(count):
             row = permuted(nth, len(source), "validate") if count < len(source) else nth
-            tasks.append(without_history(source, row, planner))
-        except (TaskError, MediaError) as error:
-            bad.append(str(error))
-    if planner == "causal_history" and isinstance(source, CausalSource):
-        bad += gaps(source).values()
-    text = f"{section.source}: {count:,} of {len(source):,} read"
-    yield Finding(where, "rows", *_counted(text, bad, _level(session.recipe.tasks.on_bad_row)))
-    split.tasks += tasks
-    split.contents += [content_of(task) for task in tasks]
-    if not tasks:
-        split.failed = split.failed or bool(bad)
-        return
-    for tag, ids, advice in placeholder_notes(tasks):
-        yield Finding(where, f"placeholder {tag}", *_counted(advice, [f"task {one}" for one in ids], "warning"))
-    for note in unread_notes(source):
-        yield Finding(where, "unread media", note, "warning")
-    tasks = yield from _check_media(session, where, tasks)
-    limits = session.recipe.rollout if split.place == "tasks.train" else session.recipe.held_out_rollout
-    tasks = yield from _check_questions(session, where, tasks, limits)
-    split.left += len(tasks)
-    if tasks:
+            try:
+                task = without_history(source, row, planner)
+                tasks.append(task)
+                self.rows[id(task)] = original_row(source, row)
+            except (TaskError, MediaError) as error:
+                place = self.where, original_row(source, row)
+                unreadable.append(self.bad.add(place, id_of(source, row) or "", "rows", str(error)))
+            self.bar.tell(nth + 1)
+        if planner == "causal_history" and isinstance(source, CausalSource):
+            unreadable += gaps(source).values()
+        text = f"{section.source}: {count:,} of {len(source):,} read"
+        yield Finding(self.where, "rows", *_counted(text, unreadable, _level(recipe.tasks.on_bad_row)))
+        if not tasks:
+            split.failed = split.failed or bool(unreadable)
+            return
+        for tag, ids, advice in placeholder_notes(tasks):
+            yield Finding(self.where, f"placeholder {tag}", *_counted(advice, [f"task {one}" for one in ids], "warning"))
+        for note in unread_notes(source):
+            yield Finding(self.where, "unread media", note, "warning")
+        whole = tasks
+        tasks = yield from self.media(tasks)
+        split.tasks += whole
+        split.contents += [content_of(task, self.seen) for task in whole]
+        split.places += [(self.where, self.rows[id(task)]) for task in whole]
+        limits = recipe.rollout if split.place == "tasks.train" else recipe.held_out_rollout
+        tasks = yield from self.questions(tasks, limits)
+        split.left += len(tasks)
+        if not tasks:
+            return
+        yield from self.answers(tasks, limits)
         played = [tasks[permuted(nth, len(tasks), "play")] for nth in range(min(episodes, len(tasks)))]
-        yield from _check_play(session, where, played, limits)
+        self.bar.begin(f"{self.where}: playing {len(played)} tasks")
+        yield from _check_play(self.session, self.where, played, limits)
+
+    def mark(self, task: Task, check: str, reason: str) -> str:
+        """Add a task's row to the bad ones; returns a line that names it."""
+        name = f"task {task.id}"
+        line = reason if reason.startswith(name) else f"{name}: {reason}"
+        return self.bad.add((self.where, self.rows[id(task)]), task.id, check, line)
+
+    def media(self, tasks: list[Task]) -> Generator[Finding, None, list[Task]]:
+        """Decode all media; returns the tasks that a run would not skip for theirs."""
+        chat, recipe = self.session.chat, self.session.recipe
+        shown = {id(task): [part for item in media_of(task.messages) for part in chat.shown(item).parts] for task in tasks}
+        media = list(dict.fromkeys(media_of(message for task in tasks for message in task.messages)))
+        if not media:
+            return tasks
+        problems: list[str] = []
+        unreadable: dict[Media, str] = {}
+        faults: dict[Media, tuple[str, str]] = {}
+        level = _level(recipe.tasks.on_bad_row)
+        self.bar.begin(f"{self.where}: decoding media", len(media))
+        for start in range(0, len(media), MEDIA_AT_ONCE):
+            several = media[start : start + MEDIA_AT_ONCE]
+            found, error = attempt(chat.prepare, several)
+            if error is not None:  # not of a single medium, so no run would skip it
+                problems, level = [*problems, words(error)], "error"
+                continue
+            problems += [str(each) for each in found.values()]
+            unreadable |= {item: str(each) for item, each in found.items()}
+            for part in dict.fromkeys(part for item in several if item not in found for part in chat.shown(item).parts):
+                decoded, error = attempt(chat.decoder.get, part)
+                if error is None:
+                    self.seen[part.key] = fingerprint(decoded)
+                    faults[part] = media_fault(part, decoded, self.session.store)
+            self.bar.tell(start + len(several))
+        kinds = ", ".join(f"{sum(item.kind == k for item in media):,} {k}s" for k in sorted({m.kind for m in media}))
+        yield Finding(self.where, "media readable", *_counted(kinds, problems, level))
+        for task in tasks:
+            for item in media_of(task.messages):
+                if item in unreadable:
+                    self.mark(task, "media readable", unreadable[item])
+        for check in MEDIA_CHECKS:
+            lines = [
+                self.mark(task, check, faults[part][1])
+                for task in tasks
+                for part in shown[id(task)]
+                if faults.get(part, ("", ""))[0] == check
+            ]
+            if lines:
+                yield Finding(self.where, check, *_counted(f"{len(tasks):,} tasks", lines, "warning"))
+        if recipe.tasks.on_bad_row == "refuse":
+            return tasks
+        return [task for task in tasks if unreadable.keys().isdisjoint(media_of(task.messages))]
+
+    def questions(self, tasks: list[Task], section: RolloutSection) -> Generator[Finding, None, list[Task]]:
+        """Measure prompts of questions as a run does; returns the tasks that it would not skip for their length."""
+        chat, treatment = self.session.chat, self.session.recipe.tasks.on_long_prompt
+        renderer = Renderer(chat)
+        limit, key = section.prompt_limit
+        lengths, long, short, fitting = [], [], [], []
+        self.bar.begin(f"{self.where}: measuring prompts", len(tasks))
+        for nth, task in enumerate(tasks):
+            self.bar.tell(nth)
+            fitting.append(task)
+            if task.environment is not None:
+                continue
+            length, error = attempt(lambda asked=task: len(chat.layout(renderer.start(asked.messages))))
+            if error is not None:
+                continue  # its media cannot be read, which is reported above
+            lengths.append(length)
+            if length >= limit:
+                reason = f"it takes {length} tokens and is {'left out' if treatment == 'skip' else 'refused'}"
+                long.append(self.mark(task, "prompt lengths", reason))
+                if treatment == "skip":
+                    fitting.pop()
+            elif length + section.max_new_tokens > limit:
+                short.append(f"task {task.id} takes {length}, so its response is cut at {limit - length}")
+        if lengths:
+            budget = f"{section.max_new_tokens:,} to write, of {limit:,} ({key.rstrip(',')})"
+            level = _level(treatment) if long else "warning"
+            text = f"up to {max(lengths):,} tokens and {budget}"
+            yield Finding(self.where, "prompt lengths", *_counted(text, [*long, *short], level))
+        return fitting
+
+    def answers(self, tasks: list[Task], section: RolloutSection) -> Iterator[Finding]:
+        """Score the demonstrations of questions, and see whether their known answers can be reached."""
+        written = WrittenAnswers(self.session.scorer, self.session.chat)
+        self.bar.begin(f"{self.where}: scoring demonstrations", len(tasks))
+        shown = judge_demonstrations(tasks, written, self.bar.tell)
+        yield from self.judged("demonstrations rewarded", f"{shown.count:,} demonstrations", shown, tasks)
+        self.bar.begin(f"{self.where}: writing known answers", len(tasks))
+        known = judge_answers(tasks, written, section.max_new_tokens, shown.right, self.bar.tell)
+        yield from self.judged("answers reachable", f"{known.count:,} answers", known, tasks)
+
+    def judged(self, check: str, text: str, found: Judged, tasks: list[Task]) -> Iterator[Finding]:
+        """The finding of a check of rows, which are marked."""
+        lines = [self.mark(tasks[place], check, reason) for place, reason in sorted(found.problems.items())]
+        if found.count:
+            yield Finding(self.where, check, *_counted(text, lines, "warning"))
 
 
 def _level(treatment: Treatment) -> Level:
@@ -300,8 +451,11 @@ def _counted(text: str, problems: Sequence[str], level: Level = "error") -> tupl
     return "\n".join((f"{text}; {len(problems):,} with a problem:", *different[:MOST_NAMED], *more)), level
 
 
-def content_of(task: Task) -> str:
-    """The identity of a task: an environment's start, or the question with its media and answer."""
+def content_of(task: Task, seen: Mapping[str, str] | None = None) -> str:
+    """The identity of a task: an environment's start, or the question with its media, whatever its answer is.
+
+    ``seen``: fingerprints of decoded media by key, since one picture may be in several files.
+    """
     spec = task.environment
     key = getattr(resolve("environment", spec.name), "content_key", None) if spec is not None else None
     if spec is not None and task.metadata.get("split_by") == "seed":
@@ -309,75 +463,31 @@ def content_of(task: Task) -> str:
     if spec is not None and key is not None and not task.messages:
         content, error = attempt(key, spec.seed, spec.options)
         return f"{spec.name}/{content}" if error is None else f"{spec.name}/seed {spec.seed}"
-    shown = [(m.role, m.text, [item.hash for item in m.media]) for m in task.messages]
-    start = (spec.name, spec.seed) if spec is not None and not task.messages else ()
-    return hashlib.blake2b(repr((shown, task.answer, start)).encode(), digest_size=16).hexdigest()
+    known = seen or {}
+    shown = [
+        (m.role, m.text, [known.get(part.key, part.hash) for item in m.media for part in item.parts]) for m in task.messages
+    ]
+    start: tuple[Any, ...] = () if spec is None else (spec.name, spec.seed, sorted(spec.options.items()))
+    return hashlib.blake2b(repr((shown, start)).encode(), digest_size=16).hexdigest()
 
 
-def _check_splits(train: Split, held_out: Split) -> Iterator[Finding]:
+def _check_splits(train: Split, held_out: Split, bad: BadRows) -> Iterator[Finding]:
     if train.failed or held_out.failed:
         return  # reported above; splits are compared only if all of both can be read
     if not held_out.tasks:
         yield Finding("tasks.evaluate", "splits", "there are no held-out tasks", "warning")
         return
-    known = set(train.contents)
-    shared = [task.id for content, task in zip(held_out.contents, held_out.tasks, strict=True) if content in known]
-    text = f"{len(known):,} different tasks to train on, {len(set(held_out.contents)):,} held out"
-    if shared:
-        text += f"; {len(shared):,} held-out tasks are trained on too, the first: {shared[0]}"
-    yield Finding("tasks", "splits disjoint", text, "error" if shared else "ok")
-
-
-def _check_media(session: ModelFreeSession, where: str, tasks: list[Task]) -> Generator[Finding, None, list[Task]]:
-    """Returns the tasks that a run would not skip for their media."""
-    media = list(dict.fromkeys(media_of(message for task in tasks for message in task.messages)))
-    if not media:
-        return tasks
-    problems: list[str] = []
-    unreadable: set[Media] = set()
-    level = _level(session.recipe.tasks.on_bad_row)
-    for start in range(0, len(media), MEDIA_AT_ONCE):
-        found, error = attempt(session.chat.prepare, media[start : start + MEDIA_AT_ONCE])
-        if error is not None:  # not of a single medium, so no run would skip it
-            problems, level = [*problems, words(error)], "error"
-            continue
-        problems += [str(each) for each in found.values()]
-        unreadable |= set(found)
-    kinds = ", ".join(f"{sum(item.kind == kind for item in media):,} {kind}s" for kind in sorted({m.kind for m in media}))
-    yield Finding(where, "media readable", *_counted(kinds, problems, level))
-    if session.recipe.tasks.on_bad_row == "refuse":
-        return tasks
-    return [task for task in tasks if unreadable.isdisjoint(media_of(task.messages))]
-
-
-def _check_questions(
-    session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection
-) -> Generator[Finding, None, list[Task]]:
-    """Measure prompts of questions as a run does; returns the tasks that it would not skip for their length."""
-    renderer, treatment = Renderer(session.chat), session.recipe.tasks.on_long_prompt
-    limit, key = section.prompt_limit
-    lengths, long, short, fitting = [], [], [], []
-    for task in tasks:
-        fitting.append(task)
-        if task.environment is not None:
-            continue
-        length, error = attempt(lambda asked=task: len(session.chat.layout(renderer.start(asked.messages))))
-        if error is not None:
-            continue  # its media cannot be read, which is reported above
-        lengths.append(length)
-        if length >= limit:
-            long.append(f"task {task.id} takes {length} and is {'left out' if treatment == 'skip' else 'refused'}")
-            if treatment == "skip":
-                fitting.pop()
-        elif length + section.max_new_tokens > limit:
-            short.append(f"task {task.id} takes {length}, so its response is cut at {limit - length}")
-    if lengths:
-        budget = f"{section.max_new_tokens:,} to write, of {limit:,} ({key.rstrip(',')})"
-        level = _level(treatment) if long else "warning"
-        yield Finding(
-            where, "prompt lengths", *_counted(f"up to {max(lengths):,} tokens and {budget}", [*long, *short], level)
-        )
-    return fitting
+    known = {content: task.id for content, task in zip(held_out.contents, held_out.tasks, strict=True)}
+    both = [
+        bad.add(place, task.id, "splits disjoint", f"task {task.id} is the held-out task {known[content]}")
+        for content, task, place in zip(train.contents, train.tasks, train.places, strict=True)
+        if content in known
+    ]
+    text = f"{len(set(train.contents)):,} different tasks to train on, {len(known):,} held out"
+    if both:
+        count = len(known.keys() & set(train.contents))
+        text += f"; {count:,} held-out tasks are trained on too"
+    yield Finding("tasks", "splits disjoint", *_counted(text, both))
 
 
 def _check_play(session: ModelFreeSession, where: str, tasks: list[Task], section: RolloutSection) -> Iterator[Finding]:
@@ -392,7 +502,7 @@ def _check_play(session: ModelFreeSession, where: str, tasks: list[Task], sectio
     demonstrated = episodes(lambda request: "", demonstrate=True)
     first, again = (episodes(random.answer, make=random.make) for _ in range(2))
     shown = [e for e in demonstrated if not (e.status is Status.FAILED and "demonstrat" in e.failure)]
-    yield from _outcome(where, DEMONSTRATED, shown, len(tasks), session)
+    yield from _outcome(where, DEMONSTRATED, shown, len(tasks), session, questions=tasks[0].environment is None)
     yield from _outcome(where, "random play", first, len(tasks), session)
     if names := random.action_names:
         numbers = all(name.lstrip("-").isdigit() for name in names)
@@ -412,14 +522,14 @@ def _check_play(session: ModelFreeSession, where: str, tasks: list[Task], sectio
             "environment give success with its last step, or add a term that compares answers"
         )
         yield Finding(where, "success", text, "warning")
-    yield from _rewards(where, shown, first)
+    yield from _rewards(session, where, shown, first)
     yield from _lengths(session, where, shown, first, section)
     for name, text, good in try_tools(tasks, EnvironmentMaker(session.store)):
         yield Finding(where, f"tool {name}", text, "ok" if good else "warning")
 
 
 def _outcome(
-    where: str, check: str, episodes: Sequence[Episode], asked: int, session: ModelFreeSession
+    where: str, check: str, episodes: Sequence[Episode], asked: int, session: ModelFreeSession, *, questions: bool = False
 ) -> Iterator[Finding]:
     if not episodes:
         learns = session.recipe.warm_start.steps > 0 and where.startswith("tasks.train")
@@ -438,16 +548,21 @@ def _outcome(
     if short:
         found += f"\nrollout.max_turns cuts demonstrations off before they end, so raise it: {', '.join(short)}"
         level = "warning" if level == "ok" else level
-    wrong = [e for e in episodes if e.correct is False and not short] if check == DEMONSTRATED else []
+    # Demonstrations of questions are all scored, not only those that are played.
+    wrong = [e for e in episodes if e.correct is False and not short] if check == DEMONSTRATED and not questions else []
     if wrong:
         found += f"\ndemonstrations that are judged wrong teach what gets no reward: {', '.join(e.task_id for e in wrong)}"
         level = "warning" if level == "ok" else level
     yield Finding(where, check, found, level)
 
 
-def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episode]) -> Iterator[Finding]:
+def _rewards(
+    session: ModelFreeSession, where: str, demonstrated: Sequence[Episode], random: Sequence[Episode]
+) -> Iterator[Finding]:
     """Each reward by name: its range in both kinds of play, and what is missing."""
     kinds = {"demonstrated": demonstrated, "random": random}
+    for name, _ in session.unasked:
+        yield Finding(where, f"reward {name}", "asks a judge or a service, and none is asked here", "ok")
     names = list(dict.fromkeys(score.name for episode in (*demonstrated, *random) for score in episode.scores))
     sound = [e for e in (*demonstrated, *random) if e.status not in (Status.FAILED, Status.ABORTED)]
     for name in names:
@@ -457,12 +572,10 @@ def _rewards(where: str, demonstrated: Sequence[Episode], random: Sequence[Episo
             if values:
                 ranges.append(f"{kind} {min(values):g} to {max(values):g}")
         missing = [s.reason for episode in sound for s in episode.scores if s.name == name and s.missing]
-        if any(NO_CLIENT in reason for reason in missing):
-            yield Finding(where, f"reward {name}", "asks a judge, and none is asked here", "ok")
-        elif ranges or missing:  # else no episode finished, which is reported above
+        if ranges or missing:  # else no episode finished, which is reported above
             yield Finding(where, f"reward {name}", *_counted(", ".join(ranges) or "never given", missing))
     totals = {kind: [e.reward for e in episodes if e.reward is not None] for kind, episodes in kinds.items()}
-    if all(totals.values()):
+    if all(totals.values()) and not any(weight for _, weight in session.unasked):
         good, chance = (sum(values) / len(values) for values in totals.values())
         more = "" if good > chance else "; a reward that does not tell good play from random play teaches nothing"
         text = f"demonstrated {good:.3g}, random {chance:.3g} on average{more}"

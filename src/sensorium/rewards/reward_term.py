@@ -25,6 +25,7 @@ class RewardTerm(Protocol):
     - ``deterministic = False``: equal content may be judged differently.
     - ``caches_answers = True``: it asks judges, whose answers are cached by content. It is asked about every episode, so
       that each has its transcript.
+    - ``asks_service = True``: it asks a service, and is not asked by ``sensorium show`` and the checks of single rows.
     - ``recall_judgement(task, episodes, scores)``: called when its scores, a tuple for each episode of a call, came from
       the cache: ``remote`` then gives these episodes their transcripts.
 
@@ -60,6 +61,11 @@ class ComparingTerm(RewardTerm, Protocol):
     """
 
     def extract(self, task: Task, episode: Episode) -> str | None: ...
+
+
+def asks_others(term: Term) -> bool:
+    """True for a term that asks a judge or a service: it is not asked where nothing may be spent."""
+    return bool(getattr(term, "caches_answers", False) or getattr(term, "asks_service", False))
 
 
 @dataclass(frozen=True)

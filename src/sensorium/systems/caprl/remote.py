@@ -138,6 +138,8 @@ class RemoteReward:
     ``reads`` names the list of a legacy reply to use: ``qa_rewards`` has no format reward in it, ``rewards`` has.
     """
 
+    asks_service = True
+
     def __init__(
         self,
         servers: Sequence[str],
