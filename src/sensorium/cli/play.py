@@ -7,15 +7,20 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from PIL import Image
 from rich.text import Text as Styled
 
+from sensorium.data.excluded_rows import id_of
+from sensorium.data.media_store import MediaStore
+from sensorium.data.mixture import Side, find_row, make_sources
 from sensorium.envs.protocol import WatchedEnvironment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
+from sensorium.report.console import WorkBar
 from sensorium.report.terminal import Terminal, unguarded
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.episode import Episode
@@ -26,6 +31,7 @@ USAGE = "sensorium play RECIPE [key=value …] [--task N|ID] [--episodes N] [--s
 Way = Literal["kitty", "iterm", "blocks", "none"]
 CHUNK = 4096  # of kitty's protocol
 ACROSS, DOWN = 64, 32  # largest picture of half-blocks, in characters
+SIDES: tuple[Side, ...] = ("evaluate", "train")  # where --task is looked for
 HOW = "Write a response and press Enter; a line that ends in a backslash goes on in the next one. Ctrl-D ends."
 
 
@@ -46,41 +52,67 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from sensorium.cli.validation import model_free_session
-    from sensorium.cluster.event_loop import run_async
-    from sensorium.data.mixture import each_once, make_sources
+    with WorkBar() as bar:
+        bar.begin(f"{recipe.name}: loading the tokenizer and the chat template of {recipe.model.path}")
+        from sensorium.cli.validation import model_free_session
+        from sensorium.cluster.event_loop import run_async
 
-    sides = {"evaluate": recipe.tasks.evaluate, "train": recipe.tasks.train}
-    splits = [arguments.split] if arguments.split else [side for side in sides if sides[side]]
-    by_number = arguments.task.lstrip("-").isdecimal()
-    with model_free_session(recipe) as session:
-        for split in splits[:1] if by_number else splits:
-            sources = make_sources(sides[split], session.store, f"tasks.{split}")
-            tasks, _ = each_once(sources, on_bad_row=recipe.tasks.on_bad_row)
-            ids = [task.id for task in tasks]
-            first = int(arguments.task) if by_number else ids.index(arguments.task) if arguments.task in ids else -1
-            if first >= 0:
-                break
-        chosen = tasks[first : first + max(1, arguments.episodes)]
-        if first < 0 or not chosen:
-            here = f"tasks.{split} has {len(tasks)} tasks, counted from 0"
-            none = here if by_number else f"no task of {' and '.join(f'tasks.{side}' for side in splits)} has this id"
-            raise RecipeError(f"--task {arguments.task}: {none}; ids are such as '{ids[0] if ids else ''}'.")
-        screen = Screen(recipe, Path(arguments.save or Path("runs") / "play" / recipe.name), arguments.pictures, session)
-        if session.stand_in:
-            screen.say(f"The files of {recipe.model.path} are not here: tokens are counted as {session.stand_in} does.")
-        if by_number and arguments.task in ids and ids[first] != arguments.task:
-            screen.say(
-                f"--task {first} is a number; the task with this id is --task {ids.index(arguments.task)}.", "yellow"
+        with model_free_session(recipe) as session:
+            found = chosen_tasks(recipe, session.store, arguments, arguments.episodes, bar)
+            bar.progress.stop()
+            screen = Screen(
+                recipe, Path(arguments.save or Path("runs") / "play" / recipe.name), arguments.pictures, session
             )
-        screen.say(HOW if not arguments.demonstrate else "")
-        try:
-            for task in chosen:
-                groups = run_async(screen.play(task, demonstrate=arguments.demonstrate))
-                screen.end(groups[0].episodes[0])
-        except EndOfPlay:
-            screen.say("the input has ended")
+            if session.stand_in:
+                screen.say(f"The files of {recipe.model.path} are not here: tokens are counted as {session.stand_in} does.")
+            if found.note:
+                screen.say(found.note, "yellow")
+            screen.say(HOW if not arguments.demonstrate else "")
+            try:
+                for task in found.tasks:
+                    groups = run_async(screen.play(task, demonstrate=arguments.demonstrate))
+                    screen.end(groups[0].episodes[0])
+            except EndOfPlay:
+                screen.say("the input has ended")
     return 0
+
+
+@dataclass(frozen=True)
+class ChosenTasks:
+    """Tasks that a command was asked for: of which side, from which number on, and a note on a choice that is ambiguous."""
+
+    tasks: tuple[Task, ...]
+    side: Side
+    number: int
+    note: str = ""
+
+
+def chosen_tasks(recipe: Recipe, store: MediaStore, arguments: Namespace, count: int, bar: WorkBar) -> ChosenTasks:
+    """``count`` tasks from the one that ``--task`` names, by its number or its id; only their rows are read."""
+    wanted: str = arguments.task
+    sides: list[Side] = [arguments.split] if arguments.split else [s for s in SIDES if getattr(recipe.tasks, s)]
+    lengths: dict[str, int] = {}
+    example = ""
+    for side in sides:
+        bar.begin(f"{recipe.name}: looking for task {wanted} in tasks.{side}")
+        sources = make_sources(recipe.tasks, side, store)
+        places = [(number, row) for number, source in enumerate(sources) for row in range(len(source))]
+        lengths[side], example = len(places), example or (id_of(sources[0], 0) or "" if places else "")
+        found = find_row(sources, wanted)
+        if found is None:
+            continue
+        first = places.index(found)
+        chosen = [sources[number][row] for number, row in places[first : first + max(1, count)]]
+        note = ""
+        if wanted == str(first) != chosen[0].id and chosen[0].id.isdecimal():
+            ids = (nth for nth, (number, row) in enumerate(places) if id_of(sources[number], row) == wanted)
+            other = next(ids, None)
+            note = "" if other is None else f"--task {wanted} is a number; the task with this id is --task {other}."
+        return ChosenTasks(tuple(chosen), side, first, note)
+    here = " and ".join(f"tasks.{side} has {length:,} tasks" for side, length in lengths.items())
+    raise RecipeError(
+        f"--task {wanted}: there is no such number or id; {here}, counted from 0, with ids such as '{example}'."
+    )
 
 
 class Screen:
@@ -94,7 +126,7 @@ class Screen:
         self.task = Task("")
 
     async def play(self, task: Task, *, demonstrate: bool) -> Any:
-        from sensorium.assembly.session import EnvironmentMaker
+        from sensorium.assembly.playing import EnvironmentMaker
 
         made = EnvironmentMaker(self.session.store)
         self.task, self.turn = task, 0
