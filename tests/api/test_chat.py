@@ -78,6 +78,9 @@ def test_a_reply_is_text_with_tokens_and_log_probs(model: sn.Model, shown: tuple
     reply = model.chat([shown[1], shown[0]], max_new_tokens=2)
     assert isinstance(reply, str)
     assert reply.finish == "length"
+    assert model.chat([shown[1], shown[0]], max_tokens=2).tokens == reply.tokens
+    with pytest.raises(sn.SensoriumError, match="max_tokens"):
+        model.chat([shown[1], shown[0]], max_tokens=2, max_new_tokens=2)
     assert len(reply.tokens) == len(reply.logprobs) == 2
     assert all(logprob <= 0 for logprob in reply.logprobs)
     blank = model.chat([Image.new("RGB", (64, 64), "white"), shown[0]], max_new_tokens=2)
@@ -146,6 +149,11 @@ def test_the_name_of_a_media_file_as_a_string_is_refused(
             with pytest.raises(sn.SensoriumError, match=rf"give Path\('{name}'\)"):
                 model.chat(given)
     Path("notes").write_text("no medium")
+    with pytest.raises(sn.SensoriumError, match="no picture, video or sound"):
+        model.chat([Path("notes"), "?"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(sn.SensoriumError, match="as words"):
+        model.chat(["~/no suffix", "?"])
     assert model.chat(["notes"], max_new_tokens=1).tokens
     assert model.chat(["What is cat.png", "Which?"], max_new_tokens=1).tokens
     assert model.chat([{"type": "text", "text": "cat.png"}], max_new_tokens=1).tokens

@@ -26,7 +26,9 @@ def test_a_run_gives_metrics_checkpoint_and_report(tmp_path: Path, capsys: pytes
     assert (run.recipe.optimizer.lr, run.recipe.optimizer.warmup_steps, run.recipe.batch.group_size) == (2e-4, 0, 2)
     assert run.metrics["step"] == [1]
     assert run.metrics[0]["reward/exact"] == run.metrics["reward/exact"][0]
-    assert run.metrics.to_pandas().loc[1, "reward/exact"] == run.metrics["reward/exact"][0]
+    frame = run.metrics.to_pandas()
+    assert frame.loc[1, "reward/exact"] == run.metrics["reward/exact"][0]
+    assert frame["step"].tolist() == run.metrics["step"] == frame.sort_values("step").index.tolist()
     with pytest.raises(sn.SensoriumError, match="reward/mean"):
         run.metrics["reward/meen"]
     assert (run.checkpoint / "config.json").exists()

@@ -1,14 +1,17 @@
 """Talking to a model from Python: ``sn.load(checkpoint).chat(["What is it?", Path("cat.png")])``."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sensorium.api.run import Run
 from sensorium.api.train import outside_loop
-from sensorium.data.media_files import HEAD_BYTES, kind_of, open_regular
+from sensorium.data.media_files import HEAD_BYTES, PATH_LENGTH, kind_of, open_regular
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.errors import SensoriumError, TaskError
+
+NEW_TOKENS = 256
 
 
 class Reply(str):
@@ -49,7 +52,8 @@ class Model:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
+        max_tokens: int | None = None,
         stop: Sequence[str] = (),
         seed: int = 0,
     ) -> Reply:
@@ -57,13 +61,17 @@ class Model:
 
         ``messages``: a text; a list of texts and media (PIL images; ``Path`` or bytes of a picture, video or sound), which
         is one user message; or a conversation, a list of ``{"role", "content"}`` whose contents are texts or such lists.
+        ``max_tokens`` is another name of ``max_new_tokens`` (256).
         """
         from sensorium.cluster.event_loop import run_async
         from sensorium.engines.protocol import Sampling
         from sensorium.rollout.play import Attempt
         from sensorium.vocabulary.task import Task
 
-        sampling = Sampling(temperature, top_p, top_k, max_new_tokens, tuple(stop))
+        if max_new_tokens is not None and max_tokens is not None:
+            raise TaskError("chat was given max_new_tokens and max_tokens, which are two names of one setting; keep one.")
+        most = next((given for given in (max_new_tokens, max_tokens) if given is not None), NEW_TOKENS)
+        sampling = Sampling(temperature, top_p, top_k, most, tuple(stop))
         task = Task("chat", conversation(messages, self.policy.chat.store))
         stream = self._rollout.stream([task], 1, Attempt(seed, 0, "chat"), sampling)
         (group,) = outside_loop(lambda: run_async(stream.in_order()))
@@ -109,8 +117,8 @@ def conversation(given: Any, store: Any) -> tuple[Message, ...]:
     """Messages from what ``chat`` takes."""
     if isinstance(given, str):
         return (Message("user", (_whole(given, "the message"),)),)
-    if isinstance(given, Path | bytes | bytearray) or hasattr(given, "getbands"):  # a picture, without importing PIL
-        shown = f"{given!r:.60}" if isinstance(given, Path) else f"a medium ({type(given).__name__})"
+    if isinstance(given, os.PathLike | bytes | bytearray) or hasattr(given, "getbands"):  # a picture, without importing PIL
+        shown = f"{given!r:.60}" if isinstance(given, os.PathLike) else f"a medium ({type(given).__name__})"
         raise TaskError(f"chat was given {shown} alone. Put it in a list with a question: chat([medium, 'What is this?']).")
     if not isinstance(given, list | tuple) or not given:
         raise TaskError(f"chat takes a text, a list of texts and media, or a list of messages; not {given!r:.60}.")
@@ -151,7 +159,7 @@ def _block(block: Any, origin: str, store: Any) -> Text | Media:
     if isinstance(block, Mapping):
         (message,) = messages_of([{"role": "user", "content": [with_bytes(block)]}], place)
         return message.content[0]
-    source = with_bytes(block)
+    source = Path(os.path.expanduser(block)) if isinstance(block, os.PathLike) else with_bytes(block)
     if not isinstance(source, Path | bytes | bytearray | memoryview):
         raise TaskError(
             f"{origin} is of type {type(block).__module__}.{type(block).__name__}, which chat does not take. Give a text, "
@@ -159,7 +167,12 @@ def _block(block: Any, origin: str, store: Any) -> Text | Media:
             "file (samples of a sound: write them as a WAV file)."
         )
     if isinstance(source, Path):
-        kind = kind_of(_head(source) or b"", source.name)
+        head = _head(source)
+        kind = kind_of(head or b"", source.name)
+        if kind is None and head is not None:
+            raise TaskError(
+                f"{origin} is the path of '{source}', which is no picture, video or sound by its first bytes or its name."
+            )
     else:
         kind = kind_of(source[:HEAD_BYTES]) if isinstance(source, bytes) else "picture"
     return place.clip(kind, source, kind) if kind in ("video", "sound") else place.picture(source, "picture")
@@ -167,7 +180,7 @@ def _block(block: Any, origin: str, store: Any) -> Text | Media:
 
 def _whole(text: str, origin: str) -> Text:
     """A text, unless it is the name of a media file that exists."""
-    head = _head(Path(text))
+    head = _head(Path(os.path.expanduser(text))) if len(text) <= PATH_LENGTH else None
     if head is not None and kind_of(head, text):
         raise _file_as_words(text, origin)
     return Text(text)

@@ -46,7 +46,7 @@ class Table(Sequence[dict[str, Any]]):
         return Table(self.rows[key]) if isinstance(key, slice) else self.rows[key]
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame, by step where there is one."""
+        """A pandas DataFrame; ``step``, where there is one, is a column and the index."""
         try:
             import pandas
         except ImportError as error:
@@ -54,7 +54,8 @@ class Table(Sequence[dict[str, Any]]):
                 "to_pandas needs the package pandas, which is not installed: pip install pandas."
             ) from error
         frame = pandas.DataFrame(self.rows, columns=self.columns)
-        return frame.set_index("step") if "step" in frame else frame
+        # The index has no name: pandas would not know which "step" is meant.
+        return frame.set_index(frame["step"].rename(None)) if "step" in frame else frame
 
     def __repr__(self) -> str:
         shown: list[str] = [
