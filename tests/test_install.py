@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools import install
-from tools.install import mend_torchvision, settings_for_uv, settings_of_pip, unloadable
+from tools.install import compile_packages, mend_torchvision, settings_for_uv, settings_of_pip, unloadable
 from tools.obtainable import reason, why_not
 
 
@@ -141,3 +141,14 @@ def test_who_logs_to_tensorboard_need_not_install_wandb() -> None:
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert (extras["tensorboard"], extras["wandb"]) == (["tensorboard"], ["wandb"])
     assert extras["loggers"] == ["sensorium[tensorboard,wandb]"]
+
+
+@pytest.mark.parametrize("forbidden", ["1", ""])
+def test_packages_are_compiled_where_commands_would_have_to(
+    forbidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", forbidden)
+    (tmp_path / "module.py").write_text("x = 1\n")
+    (tmp_path / "broken.py").write_text("x = = 1\n")
+    assert compile_packages(tmp_path) == bool(forbidden)
+    assert bool(list(tmp_path.glob("__pycache__/module.*.pyc"))) == bool(forbidden)

@@ -5,6 +5,7 @@ have to leave out one of pip's settings, pip installs. Versions are those of req
 where they cannot be installed, this is reported and constraints.txt alone decides.
 """
 
+import compileall
 import importlib.util
 import os
 import shutil
@@ -109,8 +110,19 @@ def main(what: str) -> int:
     """Install by uv, or else by pip."""
     code = _installed(what)
     if code == 0:
-        mend_torchvision(Path(sysconfig.get_paths()["purelib"]))
+        packages = Path(sysconfig.get_paths()["purelib"])
+        mend_torchvision(packages)
+        compile_packages(packages)
     return code
+
+
+def compile_packages(packages: Path) -> bool:
+    """Compile what is installed where Python may not write bytecode: else every command would compile torch again."""
+    if not os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        return False
+    print("compiling the installed packages, since PYTHONDONTWRITEBYTECODE is set (a minute or two)", flush=True)
+    compileall.compile_dir(str(packages), quiet=2, workers=0)  # files that no Python compiles are left as they are
+    return True
 
 
 def _installed(what: str) -> int:
