@@ -264,6 +264,7 @@ FAMILY_ROWS = {
         {"Qwen3-VL-30B-A3B": Published(experts_turned, text_config, UNTIED | OBLONG)}, boxes=QWEN_BOXES, tied=True
     ),
     "smolvlm": FamilyRow({"SmolVLM2-2.2B": Published(same, text_config, UNTIED)}, picture_tokens=20, gap=" ", tied=True),
+    "llama": FamilyRow({"SmolLM2-135M": Published(same, text_config, sharded=False)}, "LlamaForCausalLM"),
     "qwen2": FamilyRow({"Qwen2.5-0.5B": Published(head_written_out, text_config, sharded=False)}, "Qwen2ForCausalLM"),
     "qwen3": FamilyRow({"Qwen3-0.6B": Published(same, text_config)}, "Qwen3ForCausalLM"),
 }

@@ -117,7 +117,7 @@ def test_windowed_threads(vision: Bench) -> None:
     assert engine.counters.features == 4  # each picture went through the tower once
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_text_only_models(family: str, benches) -> None:  # type: ignore[no-untyped-def]
     bench = benches(family)
     assert_exact(bench, talk(bench, NativeEngine(bench.policy), [[user("what is red?")], [user("why?")]]))

@@ -100,7 +100,7 @@ def test_a_hub_id_goes_to_the_hub_and_its_failure_is_one_sentence(monkeypatch: p
     assert len(str(refused.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("config", ["Gemma3Config", "Idefics3Config", "Gemma2Config", "LlamaConfig"])
+@pytest.mark.parametrize("config", ["Gemma3Config", "Idefics3Config", "Gemma2Config", "GraniteConfig"])
 def test_a_family_without_an_adapter_runs_on_the_general_path(config: str) -> None:
     made = getattr(transformers, config)()
     assert family_of(made.model_type, config=made) == "general"

@@ -112,7 +112,7 @@ def test_in_float64_a_model_with_norms_after_its_halves_differs_by_rounding_alon
             close(pair.got(thread(pair.policy, messages)), pair.stock(**inputs, use_cache=False).logits[0], 1e-9)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_text_models_equal_the_stock_model(pairs: Pairs, family: str) -> None:
     pair = pairs(family)
     messages = [user("Where is the goal?"), assistant("left"), user("And now?")]

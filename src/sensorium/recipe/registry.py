@@ -220,6 +220,7 @@ NAMES: dict[str, dict[str, str]] = {
         "qwen3_vl": "sensorium.models.families.qwen3_vl:Qwen3VL",
         "qwen3_vl_moe": "sensorium.models.families.qwen3_vl:Qwen3VLMoe",
         "smolvlm": "sensorium.models.families.smolvlm:SmolVLM",
+        "llama": "sensorium.models.families.text:Llama",
         "qwen2": "sensorium.models.families.text:Qwen2",
         "qwen3": "sensorium.models.families.text:Qwen3",
     },

@@ -1,4 +1,4 @@
-"""Text-only Qwen2, Qwen2.5 and Qwen3: a language model and a head."""
+"""Text-only Qwen2, Qwen2.5, Qwen3 and Llama: a language model and a head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NoMedia(DefaultMedia):
 
 
 class TextModel(DefaultModel):
-    """The adapter of a language model with a head; of Qwen2 and Qwen3 below."""
+    """The adapter of a language model with a head; of those below."""
 
     media_format: ClassVar[type[MediaFormat]] = NoMedia
     attention: ClassVar[Any] = IMPLEMENTATION
@@ -63,3 +63,9 @@ class Qwen3(TextModel):
     facts: ClassVar[FamilyFacts] = FamilyFacts(
         "Qwen3", TEXT | {"head_dim": 32}, THOUGHTLESS_TURNS + GENERATION, query_norm=True, vllm=True
     )
+
+
+class Llama(TextModel):
+    """``LlamaForCausalLM``: Llama, SmolLM2 and others of its architecture."""
+
+    facts: ClassVar[FamilyFacts] = FamilyFacts("Llama", TEXT, chat_template(SHOWN, system=True))
