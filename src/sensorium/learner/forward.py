@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,101 @@ def _entropy_gradient(probs_MV: Tensor, entropies_M: Tensor, pull_M: Tensor) -> 
     """dH/dz = -p·(log p + H), pulled."""
     slope_MV = torch.xlogy(probs_MV, probs_MV).addcmul_(probs_MV, entropies_M[:, None])
     return slope_MV.mul_(-pull_M[:, None])
+
+
+# On a CPU logits are computed in tiles that stay in its cache, and neither kept nor written to memory::
+#
+#     tile     logits of 1,024 tokens over 1,024 ids: 4 MiB
+#     forward  each tile adds to the largest logit of a token, its sum of exponentials, and its sum weighted by them
+#     backward each tile again: probabilities by the known log-sum-exp, then both gradients
+#
+# A chunk of 256 MiB takes the memory's time instead, and more: glibc maps such a tensor anew each time, page by page.
+
+
+TILE = 1024
+
+
+class TiledLogprobs(torch.autograd.Function):
+    """(hidden [M, H], weight [V, H], targets) → log-probs and entropies, and the largest size of a scaled logit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, targets_M: Tensor, bias_V: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        top_M = hidden_MH.new_full((len(hidden_MH),), FORBIDDEN)
+        sums_M, weighted_M, chosen_M = torch.zeros(3, len(hidden_MH)).unbind()
+        scale = torch.zeros(())
+        for tile in _tiles(hidden_MH, weight_VH, targets_M, bias_V, temperature):
+            rows, logits = tile.rows, tile.logits
+            scale = torch.maximum(scale, tile.scale)
+            chosen_M[rows][tile.hit] = logits[tile.hit, tile.place]
+            top = torch.maximum(top_M[rows], logits.amax(1))
+            moved = top_M[rows] - top
+            logits -= top[:, None]
+            exps = logits.exp()
+            weighted_M[rows] = moved.exp() * (weighted_M[rows] + moved * sums_M[rows]) + logits.mul_(exps).sum(1)
+            sums_M[rows] = moved.exp() * sums_M[rows] + exps.sum(1)
+            top_M[rows] = top
+        logs_M = sums_M.log()
+        entropies_M, total_M = logs_M - weighted_M / sums_M, top_M + logs_M
+        ctx.temperature = temperature
+        ctx.save_for_backward(hidden_MH, weight_VH, targets_M, bias_V, total_M, entropies_M)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(scale)
+        return chosen_M - top_M - logs_M, entropies_M, scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_MH, weight_VH, targets_M, bias_V, total_M, entropies_M = ctx.saved_tensors
+        logprobs_M, entropy_M = (None if given is None else given / ctx.temperature for given in gradients[:2])
+        if logprobs_M is None and entropy_M is None:
+            return (None,) * 5
+        of_hidden, of_weight = (
+            torch.zeros_like(x) if ctx.needs_input_grad[i] else None for i, x in enumerate((hidden_MH, weight_VH))
+        )
+        for tile in _tiles(hidden_MH, weight_VH, targets_M, bias_V, ctx.temperature):
+            rows, probs = tile.rows, tile.logits.sub_(total_M[tile.rows, None]).exp_()
+            slope = None if entropy_M is None else _entropy_gradient(probs, entropies_M[rows], entropy_M[rows])
+            if logprobs_M is not None:
+                probs *= -logprobs_M[rows, None]
+                probs[tile.hit, tile.place] += logprobs_M[rows][tile.hit]
+                slope = probs if slope is None else slope.add_(probs)
+            assert slope is not None
+            if of_hidden is not None:
+                of_hidden[rows].addmm_(slope, weight_VH[tile.ids])
+            if of_weight is not None:
+                of_weight[tile.ids].addmm_(slope.T, hidden_MH[rows])
+        return of_hidden, of_weight, None, None, None
+
+
+class _Tile(NamedTuple):
+    """Scaled logits of tokens ``rows`` over ``ids``; ``hit`` are the rows whose target is at ``place`` among the ids."""
+
+    rows: slice
+    ids: slice
+    logits: Tensor
+    hit: Tensor
+    place: Tensor
+    scale: Tensor
+
+
+def _tiles(hidden_MH: Tensor, weight_VH: Tensor, targets_M: Tensor, bias_V: Tensor, temperature: float) -> Iterator[_Tile]:
+    """All tiles in the same memory, one after the other; those over the same ids together."""
+    memory = hidden_MH.new_empty(TILE * TILE)
+    for first in range(0, len(weight_VH), TILE):
+        ids = slice(first, min(first + TILE, len(weight_VH)))
+        masked = bias_V[ids].nonzero()[:, 0]
+        for start in range(0, len(hidden_MH), TILE):
+            rows = slice(start, min(start + TILE, len(hidden_MH)))
+            shape = rows.stop - rows.start, ids.stop - ids.start
+            logits = torch.mm(hidden_MH[rows], weight_VH[ids].T, out=memory[: shape[0] * shape[1]].view(shape))
+            if temperature != 1:
+                logits /= temperature
+            scale = torch.stack(logits.aminmax()).abs().amax()
+            logits.index_fill_(1, masked, FORBIDDEN)
+            place_R = targets_M[rows] - first
+            hit = ((place_R >= 0) & (place_R < shape[1])).nonzero()[:, 0]
+            yield _Tile(rows, ids, logits, hit, place_R[hit], scale)
 
 
 # A tower's pass and its backward enclose the whole update where several micro-batches show a medium. It then holds the
@@ -345,6 +440,12 @@ class LogprobScorer:
         rows = max(1, CHUNK_ELEMENTS // self.policy.vocab_size)
         if len(targets_M) <= rows:
             return self._chunk(hidden_MH, targets_M)
+        head = self.policy.adapter.head
+        if self._exact and type(head) is nn.Linear and head.bias is None and self.policy.matched is None:
+            given = hidden_MH, head.weight, targets_M, self._bias_V, self.temperature
+            logprobs_M, entropies_M, scale = TiledLogprobs.apply(*given)
+            self.scale = max(self.scale, float(scale))
+            return logprobs_M, entropies_M
         parts = [self._recomputed(*chunk) for chunk in _chunks(hidden_MH, targets_M, rows)]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
