@@ -70,7 +70,7 @@ docs: .venv/installed
 	$(BIN)/python tools/cli_page.py > docs/reference/cli.md
 
 bench: .venv/bench
-	$(BIN)/python bench/w0.py
+	$(BIN)/python -m bench step --workload CPU
 
 INSTALL = $(BIN)/python tools/install.py
 

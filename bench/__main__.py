@@ -1,8 +1,9 @@
 """Benchmarks on the reference workloads; each prints one JSON object.
 
-python -m bench step --workload W0|W1|W2|W3|OMNI|Q35|A3B [--steps 3] [--lora 0] [--tokens-per-microbatch 16384]
+python -m bench step --workload W1|W2|W3|OMNI|Q35|A3B [--steps 3] [--lora 0] [--tokens-per-microbatch 16384]
                      [--sharing on|off|none] [--recompute none|selective|full|auto] [--moments bfloat16]
                      [--precision fast|matched] [--replay] [--peers]
+python -m bench step --workload CPU [--steps 3] [--tiny]
 python -m bench experts [--lora 32] [--tokens-per-microbatch 14100] [--profile]
 python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
 python -m bench all [--limit-s 540] [--cases W1,Q35] [--out all.json]
@@ -21,7 +22,7 @@ prompt and pictures of its own, as for trainers that pack rows one by one.
 ``engines`` times steps sampled by the native engine and by vLLM in one run: step, tokens a second, push of weights, and
 ``prob_error``, for vLLM also over its probes by modality (there e to the mean gap). ``--limit-s`` bounds each engine's
 time, ``--push`` is how vLLM gets its weights, and ``--tiny`` runs it with a tiny model on a CPU.
-``step --workload W0`` is ``bench/w0.py``: a tiny model on the CPU beside TRL.
+``step --workload CPU`` is SmolLM2-135M on two cores beside TRL (``bench/cpu_step.py``). It is fetched once.
 
 The others need a CUDA GPU. Weights are random: speed does not depend on their values.
 SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument(
         "what", choices=["all", "step", "engines", "rollout", "curves", "kernels", "export", "experts", "schedules"]
     )
-    parser.add_argument("--workload", default="W1", choices=["W0", "W1", "W2", "W3", "OMNI", "Q35", "A3B", "text"])
+    parser.add_argument("--workload", default="W1", choices=["CPU", "W1", "W2", "W3", "OMNI", "Q35", "A3B", "text"])
     parser.add_argument("--slow", action="store_true", help="schedules: with environments that take 0.2 to 1 s a turn")
     parser.add_argument("--slower", type=float, default=1.0, help="schedules --slow: multiplies the environments' time")
     parser.add_argument("--environments", default="local", choices=["local", "workers", "service"], help="where they are")
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--known", type=Path, help="kernels: an earlier result; what it settles is left out")
     parser.add_argument("--out", type=Path, help="kernels, all: where the result goes (kernels.json, all.json)")
     parser.add_argument("--scratch", type=Path, help="where the export writes; default: a temporary folder")
-    parser.add_argument("--tiny", action="store_true", help="export, engines and schedules: on a tiny model")
+    parser.add_argument("--tiny", action="store_true", help="export, engines, schedules and CPU: on a tiny model")
     given = parser.parse_args()
     import torch
 
@@ -104,16 +105,15 @@ def main() -> None:
         )  # fmt: skip
         print(json.dumps(rows, indent=1))
         return
-    if given.workload == "W0":
+    if given.workload == "CPU":
         if given.what != "step":
-            sys.exit("W0 is a whole step: python -m bench step --workload W0")
-        from w0 import time_w0
+            sys.exit("CPU is a whole step: python -m bench step --workload CPU")
+        from cpu_step import time_cpu
 
-        time_w0(given.steps)
+        print(json.dumps(time_cpu(given.steps, given.tiny), indent=1))
         return
-
     if not torch.cuda.is_available():
-        sys.exit("these workloads need a CUDA GPU, and torch sees none; on a CPU run: python bench/w0.py")
+        sys.exit("these workloads need a CUDA GPU, and torch sees none; on a CPU run: python -m bench step --workload CPU")
     if given.what == "all":
         from all_workloads import CASES, time_all
 

@@ -14,14 +14,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import exp
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workload import W0, W0_SIZES, Workload, recipe_for, write_model
+from workload import TINY_SIZES, Workload, recipe_for, write_model
 
 ENGINES = ("native", "vllm")
 LIMIT_S = 900.0
@@ -29,7 +29,7 @@ WARM_UP = 1
 GPU_SHARE = 0.2
 """Of the GPU for vLLM: a 3B model and the keys and values of 512 rows. With more the learner would have to recompute."""
 TOLD_LINES = 80
-TINY = replace(W0, prompts=2, group=4, new_tokens=16)
+TINY = Workload(prompts=2, group=4, pixels=112, new_tokens=16)
 
 
 def time_engines(
@@ -85,7 +85,7 @@ def timed(engine: str, work: Workload, steps: int, tiny: bool, push: str, folder
     from sensorium.runs.run_directory import RunDirectory
     from sensorium.trainer.run import open_trainer
 
-    model = make_tiny("qwen2_5_vl", folder / "model", **W0_SIZES) if tiny else write_model(folder / "model")
+    model = make_tiny("qwen2_5_vl", folder / "model", **TINY_SIZES) if tiny else write_model(folder / "model")
     directory = RunDirectory(folder / "run").create()
     changes: dict[str, Any] = {"model": {"device": "cpu"} if tiny else {"dtype": "bfloat16", "device": "cuda"}}
     if not tiny:

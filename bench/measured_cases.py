@@ -49,7 +49,7 @@ def gpu_model(name: str = "Qwen2.5-VL-3B", recompute: Recomputation = False, lor
 
 
 def cpu_model() -> ModelCosts:
-    """The costs of W0's tiny model in float32."""
+    """The costs of the tiny model of the workload TINY in float32."""
     config = tiny_config("qwen2_5_vl", 2)
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     config["text_config"] |= small
@@ -63,7 +63,7 @@ def gpu_costs(constants: Constants, name: str = "Qwen2.5-VL-3B", recompute: Reco
 
 
 def cpu_costs(constants: Constants) -> Costs:
-    """W0's model on one core."""
+    """The same model on one core."""
     return Costs(cpu_model(), Machine(CPU, constants, 1e30, ()))
 
 

@@ -1,6 +1,13 @@
-"""TRL's GRPO trainer on a workload, driven one optimizer step at a time so that its steps interleave with ours."""
+"""TRL's GRPO trainer on a workload, driven one optimizer step at a time so that its steps interleave with ours.
 
+As a command it is a process of its own, which answers every line that it is sent with the seconds of one more step::
+
+    python bench/peer_trl.py '{"model": FOLDER, "work": {"prompts": 8, …}, "microbatch": 16, "folder": FOLDER, …}'
+"""
+
+import json
 import queue
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,9 +18,17 @@ import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
-from workload import QUESTION, Workload
+from workload import QUESTION, Workload, arithmetic
+
+LIMIT_S = 1800  # of one step
 
 
 class TrlPeer:
@@ -40,14 +55,14 @@ class TrlPeer:
     def step(self) -> float:
         """One step; returns its seconds."""
         self.go.put(True)
-        seconds = self.done.get(timeout=600)
+        seconds = self.done.get(timeout=LIMIT_S)
         if isinstance(seconds, BaseException):
             raise seconds
         return seconds
 
     def wait_until_loaded(self) -> None:
         """Wait until the next step's rows are loaded: beside a step of ours that would slow it, and count nowhere."""
-        self.loaded.wait(timeout=600)
+        self.loaded.wait(timeout=LIMIT_S)
 
     def _run(self, trainer: GRPOTrainer) -> None:
         try:
@@ -77,15 +92,6 @@ class TrlPeer:
                     torch.cuda.synchronize()
                 peer.done.put(time.perf_counter() - self.started)
 
-        rng = np.random.default_rng(0)
-        side = work.pixels
-        rows = [
-            {
-                "prompt": [{"role": "user", "content": QUESTION}],
-                "image": Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8)),
-            }
-            for _ in range(work.prompts * (steps + 1))
-        ]
         config = GRPOConfig(
             output_dir=str(folder), per_device_train_batch_size=microbatch, max_steps=steps, report_to=[],
             gradient_accumulation_steps=work.prompts * work.group // microbatch, num_generations=work.group,
@@ -94,12 +100,38 @@ class TrlPeer:
             generation_kwargs={"ignore_eos": True} if self.vllm else {"min_new_tokens": work.new_tokens}, **sampler,
         )  # fmt: skip
         kind = torch.bfloat16 if cuda else torch.float32
-        loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=kind, attn_implementation="sdpa")
+        model_class = AutoModelForImageTextToText if work.pictures else AutoModelForCausalLM
+        loaded = model_class.from_pretrained(model, dtype=kind, attn_implementation="sdpa")
 
         def reward(completions: list[Any], **_: Any) -> list[float]:
             return [float(len(str(c)) % 7) for c in completions]
 
         return GRPOTrainer(
-            model=loaded, processing_class=AutoProcessor.from_pretrained(model), args=config, reward_funcs=reward,
-            train_dataset=Dataset.from_list(rows), callbacks=[Turnstile()],
+            model=loaded, args=config, reward_funcs=reward, callbacks=[Turnstile()],
+            processing_class=(AutoProcessor if work.pictures else AutoTokenizer).from_pretrained(model),
+            train_dataset=Dataset.from_list(rows_of(work, work.prompts * (steps + 1))),
         )  # fmt: skip
+
+
+def rows_of(work: Workload, count: int) -> list[dict[str, Any]]:
+    """Prompts as TRL takes them: a question of arithmetic each, or one about a picture of noise."""
+    if not work.pictures:
+        return [{"prompt": [{"role": "user", "content": arithmetic(index)}]} for index in range(count)]
+    rng, shape = np.random.default_rng(0), (work.pixels, work.pixels, 3)
+    pictures = [Image.fromarray(rng.integers(0, 255, shape, dtype=np.uint8)) for _ in range(count)]
+    return [{"prompt": [{"role": "user", "content": QUESTION}], "image": picture} for picture in pictures]
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Make steps as they are asked for; the rows of the next are loaded before the answer."""
+    torch.set_num_threads(asked["threads"])
+    peer = TrlPeer(Path(asked["model"]), Workload(**asked["work"]), 1000, asked["microbatch"], Path(asked["folder"]))
+    peer.wait_until_loaded()
+    for _ in sys.stdin:
+        seconds = peer.step()
+        peer.wait_until_loaded()
+        print(json.dumps({"step_s": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workload import W0, W0_SIZES, Workload, recipe_for
+from workload import TINY, TINY_SIZES, Workload, recipe_for
 
 from sensorium.models.tiny import make_tiny
 from sensorium.runs.metrics import read_metrics
@@ -34,26 +34,26 @@ OFF = {"schedule": "one_step_off", "algorithm": {"correction": {"weights": "toke
 STREAMING = {
     "schedule": {"name": "asynchronous", "max_staleness": 1},
     "algorithm": {"correction": {"weights": "token"}},
-    "rollout": {"max_new_tokens": 64, "ignore_stop_tokens": True, "max_context_tokens": W0.context, "schedule": "eager"},
+    "rollout": {"max_new_tokens": 64, "ignore_stop_tokens": True, "max_context_tokens": TINY.context, "schedule": "eager"},
 }
 SIZES: list[tuple[str, Workload]] = [
-    ("calibrate", W0),
-    ("calibrate", replace(W0, new_tokens=16)),
-    ("calibrate", replace(W0, new_tokens=128)),
-    ("calibrate", replace(W0, prompts=2)),
-    ("calibrate", replace(W0, prompts=16)),
-    ("calibrate", replace(W0, pixels=224)),
-    ("held out", replace(W0, prompts=4)),
-    ("held out", replace(W0, group=4)),
-    ("held out", replace(W0, new_tokens=32)),
-    ("held out", replace(W0, pixels=168)),
+    ("calibrate", TINY),
+    ("calibrate", replace(TINY, new_tokens=16)),
+    ("calibrate", replace(TINY, new_tokens=128)),
+    ("calibrate", replace(TINY, prompts=2)),
+    ("calibrate", replace(TINY, prompts=16)),
+    ("calibrate", replace(TINY, pixels=224)),
+    ("held out", replace(TINY, prompts=4)),
+    ("held out", replace(TINY, group=4)),
+    ("held out", replace(TINY, new_tokens=32)),
+    ("held out", replace(TINY, pixels=168)),
 ]
 RANKS: list[tuple[str, int, Workload]] = [
-    ("calibrate", 2, replace(W0, prompts=4)),
-    ("calibrate", 2, replace(W0, prompts=32)),
-    ("held out", 2, W0),
-    ("held out", 2, replace(W0, prompts=16)),
-    ("held out", 2, replace(W0, new_tokens=128)),
+    ("calibrate", 2, replace(TINY, prompts=4)),
+    ("calibrate", 2, replace(TINY, prompts=32)),
+    ("held out", 2, TINY),
+    ("held out", 2, replace(TINY, prompts=16)),
+    ("held out", 2, replace(TINY, new_tokens=128)),
 ]
 
 
@@ -68,7 +68,7 @@ def measure(parts: Sequence[str]) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = make_tiny("qwen2_5_vl", folder / "model", **W0_SIZES)
+        model = make_tiny("qwen2_5_vl", folder / "model", **TINY_SIZES)
         for role, work in SIZES if "sizes" in parts else []:
             found.append({"role": role, "schedule": "synchronous", "ranks": 1} | _steps(work, model, folder))
         for seconds in (0.25, 1.0) if "scoring" in parts else ():
@@ -77,14 +77,14 @@ def measure(parts: Sequence[str]) -> dict[str, Any]:
             for name, more in (("synchronous", {}), ("one_step_off", OFF)):
                 found.append(
                     {"role": "held out", "schedule": name, "ranks": 1, "scoring_s": seconds}
-                    | _steps(W0, model, folder, **late, **more)
+                    | _steps(TINY, model, folder, **late, **more)
                 )
         for seconds in (0.25, 1.0) if "asynchronous" in parts else ():
             os.environ[SCORING_S] = str(seconds)
             late = {"rewards": {"terms": [{"name": "schedules:scored_late"}], "deadline_s": 600}}
             found.append(
                 {"role": "held out", "schedule": "asynchronous", "ranks": 1, "scoring_s": seconds}
-                | _steps(W0, model, folder, **late, **STREAMING)
+                | _steps(TINY, model, folder, **late, **STREAMING)
             )
         for role, ranks, work in RANKS if "ranks" in parts else []:
             shared = {"cluster": {"learners": ranks}, "threads": ranks}
@@ -92,7 +92,7 @@ def measure(parts: Sequence[str]) -> dict[str, Any]:
     return {
         "what": f"python bench/schedules.py: medians of {STEPS} steps after the first, seconds; one thread a process",
         "machine": "two Arm cores (Neoverse N1), shared with other work",
-        "model": "bench/workload.py W0_SIZES of qwen2_5_vl, float32",
+        "model": "bench/workload.py TINY_SIZES of qwen2_5_vl, float32",
         "cases": found,
     }
 

@@ -13,9 +13,12 @@ from sensorium.data.pictures import encode_png
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary import Episode, Score, Task, user
 
+NAMES = ("Ana", "Ben", "Mia", "Omar", "Ruth", "Sam", "Tom", "Zoe")
+THINGS = ("apples", "books", "cards", "marbles", "pencils", "shells", "stamps", "tickets")
+RANGES = ((20, 90), (2, 9), (3, 12), (2, 20), (2, 9))
 MODELS = "SENSORIUM_BENCH_MODELS"
 QUESTION = "what colour is it? red green blue"
-W0_SIZES = {
+TINY_SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
     "vision_hidden_size": 32, "vision_intermediate_size": 64,
 }  # fmt: skip
@@ -78,7 +81,7 @@ class Workload:
     tail: float = 1.0
     """The longest response over the mean one; ``new_tokens`` is the mean."""
     pictures: int = 1
-    """Pictures of a prompt. Sixteen cost what a video of 32 frames costs: a temporal patch is two frames."""
+    """Pictures of a prompt; none: arithmetic in words. Sixteen cost what a video of 32 frames costs."""
     clip: bool = False
     """A video of 8 frames and a sound of 30 seconds instead of pictures."""
     family: str = "qwen2_5_vl"
@@ -97,7 +100,7 @@ class Workload:
     def context(self) -> int:
         """A context that prompt and response fit: 28 × 28 pixels are a token, a second of sound 25, and 128 for text."""
         seen = (self.pixels // 28) ** 2 * (4 if self.clip else self.pictures)
-        return seen + (750 if self.clip else 0) + 128 + math.ceil(self.new_tokens * self.tail)
+        return seen + (750 if self.clip else 0) + (128 if seen else 256) + math.ceil(self.new_tokens * self.tail)
 
     @property
     def episodes(self) -> int:
@@ -105,7 +108,8 @@ class Workload:
         return self.prompts * self.group
 
 
-W0 = Workload(prompts=8, group=8, pixels=112, new_tokens=64)
+TINY = Workload(prompts=8, group=8, pixels=112, new_tokens=64)
+CPU = Workload(prompts=8, group=8, pixels=0, new_tokens=64, pictures=0)
 W1 = Workload(prompts=16, group=8, pixels=448, new_tokens=256)
 W2 = Workload(prompts=8, group=8, pixels=448, new_tokens=256, pictures=16)
 W3 = Workload(prompts=64, group=8, pixels=448, new_tokens=256, tail=6.0)
@@ -116,23 +120,16 @@ WORKLOADS = {"W1": W1, "W2": W2, "W3": W3, "OMNI": OMNI, "Q35": Q35, "A3B": A3B}
 
 
 class NoisePictures:
-    """Tasks with one noise picture each: as good as any for timing.
+    """Tasks with noise pictures: as good as any for timing."""
 
-    With ``made_before`` the files exist before the first task is drawn, as a data set's do; a step then reads them.
-    """
-
-    def __init__(
-        self, *, store: MediaStore, pixels: int, pictures: int = 1, size: int = 1024, made_before: bool = False
-    ) -> None:
+    def __init__(self, *, store: MediaStore, pixels: int, pictures: int = 1, size: int = 1024) -> None:
         self.store, self.pixels, self.pictures, self.size = store, pixels, pictures, size
-        self._made = [self._files(index) for index in range(size)] if made_before else None
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Task:
-        files = self._files(index) if self._made is None else self._made[index]
-        shown = [self.store.put(file, "picture") for file in files]
+        shown = [self.store.put(file, "picture") for file in self._files(index)]
         return Task(f"noise/{index}", (user(*shown, QUESTION),))
 
     def _files(self, index: int) -> list[bytes]:
@@ -155,6 +152,31 @@ class NoiseClips(NoisePictures):
         return Task(f"clip/{index}", (user(seen, heard, QUESTION),))
 
 
+def arithmetic(index: int) -> str:
+    """A question as in grade school, with how its answer is wanted."""
+    rng = np.random.default_rng(index)
+    (name, other), thing = rng.choice(NAMES, 2, replace=False), rng.choice(THINGS)
+    has, bags, each, gives, price = (int(rng.integers(low, high)) for low, high in RANGES)
+    return (
+        f"{name} has {has} {thing} and buys {bags} bags with {each} {thing} in each bag. {name} then gives {gives} of all "
+        f"the {thing} to {other} and sells the rest at {price} dollars each. How many dollars does {name} get? Think step "
+        "by step, and write the answer as a number after #### on the last line."
+    )
+
+
+class Arithmetic:
+    """Tasks of text: a question each."""
+
+    def __init__(self, *, store: MediaStore, size: int = 1024) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Task:
+        return Task(f"arithmetic/{index}", (user(arithmetic(index)),))
+
+
 class LengthModulo:
     """A reward that differs between members of a group, as the peer's does."""
 
@@ -168,10 +190,8 @@ class LengthModulo:
 
 def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Recipe:
     """Our side of a workload: no early stop, one update a step, nothing logged but metrics."""
-    shown: dict[str, Any] = {"pixels": work.pixels, "pictures": work.pictures}
-    if work == W0:
-        shown["made_before"] = True  # as the peer's are
-    source = "workload:NoiseClips" if work.clip else "workload:NoisePictures"
+    shown = {"pixels": work.pixels, "pictures": work.pictures} if work.pictures else {}
+    source = "Arithmetic" if not work.pictures else "NoiseClips" if work.clip else "NoisePictures"
     longest = math.ceil(work.new_tokens * work.tail)
     return Recipe.model_validate(
         {
@@ -179,7 +199,7 @@ def recipe_for(work: Workload, path: Path, run_dir: Path, **changes: Any) -> Rec
             "steps": 10**6,
             "run_dir": run_dir,
             "model": {"path": str(path)} | changes.pop("model", {}),
-            "tasks": {"train": [{"source": source, "options": shown}]},
+            "tasks": {"train": [{"source": f"workload:{source}", "options": shown}]},
             "batch": {"prompts_per_step": work.prompts, "group_size": work.group} | changes.pop("batch", {}),
             "rollout": {"max_new_tokens": longest, "ignore_stop_tokens": True, "max_context_tokens": work.context},
             "rewards": {"terms": [{"name": "workload:LengthModulo"}]},

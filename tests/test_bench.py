@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import runpy
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from sensorium.engines.protocol import Request, Sampling
 
@@ -98,19 +100,31 @@ def test_engines_are_summed_up_by_what_a_step_took_and_how_far_their_log_probs_a
     assert "vllm_over_native" not in told
 
 
-def test_the_peer_of_w0_is_timed_without_the_deterministic_algorithms_of_our_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
+def test_the_step_on_a_cpu_is_timed_on_a_tiny_model_and_without_a_peer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    usual_algorithms = runpy.run_path(str(BENCH / "w0.py"))["usual_algorithms"]
-    before = torch.are_deterministic_algorithms_enabled()
+    time_cpu = runpy.run_path(str(BENCH / "cpu_step.py"))["time_cpu"]
+    monkeypatch.setitem(time_cpu.__globals__, "find_spec", lambda name: None if name == "trl" else object())
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), logging.root.manager.disable
     try:
-        torch.use_deterministic_algorithms(True)
-        with usual_algorithms():
-            assert not torch.are_deterministic_algorithms_enabled()
-        assert torch.are_deterministic_algorithms_enabled()
+        found = time_cpu(1, tiny=True)
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+        logging.disable(before[2])
+    assert found["peer"] == "not timed: trl not installed"
+    assert found["workload"] == "tiny: 2 x 4 x 16"
+    shares = found["shares_of_our_step"]
+    assert 0 < shares["time/rollout_s"] < 1
+    assert 0 < shares["time/update_s"] < 1
+
+
+def test_both_sides_are_asked_the_same_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    workload = runpy.run_path(str(BENCH / "workload.py"))
+    ours = workload["Arithmetic"](store=None, size=8)
+    texts = [ours[index].messages[0].text for index in range(8)]
+    assert texts == [workload["arithmetic"](index) for index in range(8)]
+    assert len(set(texts)) == 8
 
 
 def test_kernels_of_rollout_and_update_are_switched_off_together_and_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
