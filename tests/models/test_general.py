@@ -1,13 +1,17 @@
 """The general path's inputs are those of the checkpoint's own processor, and its check finds what cannot be trained."""
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
+from transformers import Qwen2_5_VLModel
 
 from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
@@ -15,13 +19,13 @@ from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
 from sensorium.models.general_media import Join, find_join, video_metadata
 from sensorium.models.general_path import check_general
-from sensorium.models.load import load_policy
+from sensorium.models.load import build_policy, load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import VideoParameters
-from sensorium.vocabulary.errors import ModelError
-from tests.general_checkpoints import GENERAL, make_checkpoint
+from sensorium.vocabulary.errors import MediaError, ModelError
+from tests.general_checkpoints import GENERAL, General, make_checkpoint, square, text, vision, write_checkpoint
 
 from ..engines.conftest import ask, generate
 from .clips import decoded, noise
@@ -44,9 +48,11 @@ def test_a_row_is_what_the_processor_makes_of_the_whole_prompt(name: str, tmp_pa
     row = general.row(policy.chat, [policy.chat.render([user(pictures[0], pictures[1], "which?")])])
     given = general.inputs(policy.chat, [row], "right")
     content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "which?"}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
     images: list[Image.Image] = [decoded(policy.chat.store, picture) for picture in pictures]
-    made = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    made = processor(text=[prompt], images=[images], return_tensors="pt", add_special_tokens=False)
     wanted: dict[str, Tensor] = {key: value for key, value in made.items() if key != "labels"}
     assert given.keys() - {"position_ids"} == wanted.keys()
     for key, value in wanted.items():
@@ -121,13 +127,116 @@ def test_the_axis_along_which_media_are_put_together_is_found(axis: int) -> None
     assert find_join(one, other, torch.cat([one, other], axis)) == Join(axis)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("fill", [0, 1])
-def test_what_smaller_media_are_filled_up_with_is_found(fill: int) -> None:
+def test_what_smaller_media_are_filled_up_with_is_found(fill: int, axis: int) -> None:
+    """Idefics 2 has the pictures of a text along the second axis."""
     one, other = torch.rand(1, 2, 5), torch.rand(1, 4, 3)
     both = torch.full((2, 4, 5), float(fill))
-    both[0, :2], both[1, :, :3] = one, other
-    assert find_join(one, other, both) == Join(0, fill)
+    both[0, :2], both[1, :, :3] = one[0], other[0]
+    one, other, both = (x.transpose(0, axis) for x in (one, other, both))
+    assert find_join(one, other, both) == Join(axis, fill)
     assert find_join(one, other, both + 1) is None
+
+
+def minimax(folder: Path) -> Path:
+    """A checkpoint whose linear layers have states in its cache that are not copied or left out with their rows."""
+    layers = {"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 16, "num_local_experts": 4}
+    return write_checkpoint(General(lambda _: {"model_type": "minimax", **text(head_dim=8), **layers}), folder)
+
+
+def test_a_cache_that_cannot_be_forked_is_made_again_for_each_answer(tmp_path: Path) -> None:
+    policy = load_policy(str(minimax(tmp_path / "tiny")), store=MediaStore())
+    chat, general = policy.chat, policy.general
+    assert general is not None
+    assert any("several answers" in note for note in general.notes)
+    engine, prompts = NativeEngine(policy), [chat.render([user(words)]) for words in ("a?", "where is it?")]
+    sampling = [Sampling(max_new_tokens=3 + 4 * i, stop_tokens=False) for i in range(3)]
+    requests = [
+        ask(f"{p}/{i}", [prompt], kind, order=(p, i, 0), key=3 * p + i)
+        for p, prompt in enumerate(prompts)
+        for i, kind in enumerate(sampling)
+    ]
+    found = generate(engine, *requests)
+    assert engine.counters.prefills == len(requests)
+    for request, response in zip(requests, found, strict=True):
+        tokens, row = response.segment.tokens, general.row(chat, [*request.context, response.segment])
+        with torch.no_grad():
+            logits = general.call({**general.inputs(chat, [row], "right"), "use_cache": False}).logits[0]
+        logits[:, [*chat.forbidden_ids, *chat.stop_ids]] = -torch.inf
+        wanted = logits.log_softmax(-1)[len(row) - len(tokens) - 1 : -1][range(len(tokens)), list(tokens)]
+        assert (wanted - torch.tensor(response.segment.logprobs)).abs().max() < 1e-4
+
+
+def test_a_copy_in_another_process_computes_as_the_checked_model(tmp_path: Path) -> None:
+    """Which rows and media are computed together, and whether prompts are shared, is found by the check alone."""
+    folder = str(minimax(tmp_path / "tiny"))
+    policy = load_policy(folder, store=MediaStore())
+    policy.save_description(tmp_path / "described")
+    copy = build_policy(str(tmp_path / "described"), store=MediaStore(), family="general", dtype="float32", device="cpu")
+    policy.chat.media_format.mixes, policy.chat.media_format.alike = False, frozenset({"video"})  # type: ignore[attr-defined]
+    assert policy.general is not None
+    assert copy.general is not None
+    copy.general.trust(copy.chat, policy.general.checked(policy.chat))
+    assert vars(copy.chat.media_format).items() >= {"company": "alone", "mixes": False, "forks": False}.items()
+    assert copy.general.checked(copy.chat) == policy.general.checked(policy.chat)
+
+
+def test_videos_of_one_size_leave_pictures_of_any_size(tmp_path: Path) -> None:
+    """LLaVA-NeXT-Video puts together videos of one length and size alone."""
+    points, cut = [[16, 16], [16, 32], [32, 16]], {"size": {"shortest_edge": 16}, "crop_size": square(16)}
+
+    def config(ids: Callable[[str], int]) -> dict[str, Any]:
+        return {
+            "model_type": "llava_next_video", "image_token_index": ids("<image>"), "video_token_index": ids("<video>"),
+            "image_grid_pinpoints": points, "spatial_pool_stride": 2, "text_config": text(model_type="llama", head_dim=8),
+            "vision_config": vision(model_type="clip_vision_model"),
+        }  # fmt: skip
+
+    def processor(tokenizer: Any, template: str) -> Any:
+        return transformers.LlavaNextVideoProcessor(
+            transformers.LlavaNextVideoVideoProcessor(**cut),
+            transformers.LlavaNextImageProcessor(**cut, image_grid_pinpoints=points),
+            tokenizer,
+            patch_size=4,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=template,
+        )
+
+    tokens = {"image_token": "<image>", "video_token": "<video>"}
+    row = General(config, processor, tokens, shown={"image": "<image>", "video": "<video>"})
+    policy = load_policy(str(write_checkpoint(row, tmp_path / "tiny")), store=MediaStore())
+    chat, general = policy.chat, policy.general
+    assert general is not None
+    assert len([note for note in general.notes if "one size" in note]) == 1
+    pictures = [noise(chat.store, seed, 30 * seed, 50) for seed in (1, 3)]
+    prompts = [chat.render([user(*pictures, "which?")]), chat.render([user(pictures[1], "what?")])]
+    rows = [general.row(chat, [prompt]) for prompt in prompts]
+    general.refuse_unequal(chat, rows[0])
+    assert list(general.batches(chat, rows, 1000)) == [[0, 1]]
+    shown = [clip(chat.store, seed, 2 + seed, 56, 84) for seed in (1, 3)]
+    clips = general.row(chat, [chat.render([user(*shown, "which?")])])
+    with pytest.raises(MediaError, match="one size"):
+        general.refuse_unequal(chat, clips)
+
+
+def test_pictures_and_videos_that_fail_together_are_padded_among_their_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny("qwen2_5_vl", tmp_path / "tiny")
+    forward = Qwen2_5_VLModel.forward
+
+    @wraps(forward)
+    def apart(self: Any, *given: Any, pixel_values: Any = None, pixel_values_videos: Any = None, **more: Any) -> Any:
+        if pixel_values is not None and pixel_values_videos is not None:
+            raise ValueError("one kind")
+        return forward(self, *given, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, **more)
+
+    monkeypatch.setattr(Qwen2_5_VLModel, "forward", apart)
+    policy = load_policy(str(folder), store=MediaStore(), family="general")
+    media_format: Any = policy.chat.media_format
+    assert (media_format.mixes, media_format.company) == (False, "any")
 
 
 def clip(store: MediaStore, seed: int, frames: int, width: int, height: int) -> Media:

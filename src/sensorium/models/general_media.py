@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from sensorium.models.family import DefaultMedia
@@ -106,8 +107,8 @@ def find_join(one: Tensor, other: Tensor, both: Tensor) -> Join | None:
             join = Join(axis)
             if (made := join([one, other])).shape == both.shape and torch.equal(made, both):
                 return join
-    for fill in (0, 1):
-        join = Join(0, fill)
+    for axis, fill in product(range(one.dim()), (0, 1)):
+        join = Join(axis, fill)
         if (made := join([one, other])).shape == both.shape and torch.equal(made, both):
             return join
     return None
@@ -304,7 +305,6 @@ class GeneralMedia(DefaultMedia):
     frame_rule = FrameRule("middle")
 
     def __init__(self, config: Any, processor: Any) -> None:
-        self.company: Company | None = None  # found by the first check of the model's weights
         # A prompt that attends both ways would see the turns after it.
         self.one_turn = getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all")
         self.placeholders: dict[MediaKind, int] = {}
@@ -343,7 +343,11 @@ class GeneralMedia(DefaultMedia):
                 self.joined[kind] = ("", *found.ends)
         if self.left_out and not self.stock:
             raise ModelError(". ".join(self.notes) + ". What it cannot be shown it could not learn from either.")
+        # What the check of the model's weights finds out.
+        self.company: Company | None = None
+        self.alike: frozenset[MediaKind] = frozenset()  # kinds that one forward takes in one size
         self.mixes = True  # pictures and videos in one forward
+        self.forks = True  # the cache of a prompt goes on as several answers
         self.type_keys = tuple(sorted({key for found in self.stock.values() for key in found.type_keys}))
 
     def _find(self, kind: MediaKind, block: str, processor: Any, rate: int, ids: frozenset[int]) -> StockProcessor:

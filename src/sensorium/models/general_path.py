@@ -11,7 +11,9 @@ turns is played, each with a small medium of another size.
 
 - the first turn computes the same whether or not the second follows, or the model cannot be trained on threads;
 - token by token on the cache gives what one forward gives, or what is sampled is not what is trained;
-- padded rows give what each gives alone; where they do not, rows are computed with their like, or one by one;
+- padded rows give what each gives alone, on the cache too; where they do not, rows are computed with their like, or one by
+  one;
+- a cache goes on as several answers, and as those of them that are left; where it does not, each computes its own prompt;
 - sdpa gives what eager gives; where it does not, the model computes eagerly;
 - train mode gives what eval mode gives, or nothing can be recomputed in the backward pass;
 - another picture of the same size gives other log-probs; this is only noted, for a fresh projector may be zero.
@@ -32,7 +34,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sensorium.models.family import MediaFormat, Tower, group_of
-from sensorium.models.general_media import Company, GeneralMedia, Join, StockExtent, StockInput
+from sensorium.models.general_media import GeneralMedia, Join, StockExtent, StockInput
 from sensorium.models.segment_layout import sent_to
 from sensorium.recipe.family_facts import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind, Message, Text
@@ -54,6 +56,7 @@ NARROW_BOUND = 0.3  # of a mean over the distribution, in bfloat16
 ANSWERS = ("A square.", "A ring.")
 # What stock code raises of inputs that it cannot compute.
 FAILURES = (ModelError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+FOUND = ("company", "alike", "mixes", "forks")  # of a ``GeneralMedia``, by the check of the weights
 MORE_SIZES = {"picture": ((64, 64), (180, 260)), "video": ((64, 64), (112, 84)), "sound": ((0.5, 0.0), (1.25, 0.0))}
 
 
@@ -136,15 +139,17 @@ class General:
         """Not asked for: the model's own forward has its rotary embeddings inside."""
         raise AssertionError("the general path computes whole rows")
 
-    def checked(self, chat: ChatProcessor) -> tuple[str, Company | None]:
+    def checked(self, chat: ChatProcessor) -> dict[str, Any]:
         """What the check of the weights found that decides how they compute: for a copy in another process."""
-        return self.model.config._attn_implementation, _format_of(chat).company
+        found = {name: getattr(_format_of(chat), name) for name in FOUND}
+        return {"attention": self.model.config._attn_implementation, **found}
 
-    def trust(self, chat: ChatProcessor, checked: tuple[str, Company | None]) -> None:
+    def trust(self, chat: ChatProcessor, checked: Mapping[str, Any]) -> None:
         """Compute as a model does that was ``checked``."""
-        if self.model.config._attn_implementation != checked[0]:
-            self.model.set_attn_implementation(checked[0])
-        _format_of(chat).company = checked[1]
+        if self.model.config._attn_implementation != checked["attention"]:
+            self.model.set_attn_implementation(checked["attention"])
+        for name in FOUND:
+            setattr(_format_of(chat), name, checked[name])
 
     def row(self, chat: ChatProcessor, segments: Sequence[Segment]) -> StockRow:
         """A thread as a row."""
@@ -214,9 +219,13 @@ class General:
             assert isinstance(prepared, StockInput), "its processors make no other"
             for key, tensor in prepared.tensors.items():
                 shapes.setdefault((item.kind, key), []).append(tuple(tensor.shape))
+        equal = {key: len(set(several)) == 1 for key, several in shapes.items()}
         if media_format.company == "any":
-            return all(media_format.stock[kind].joins[key].fits(several) for (kind, key), several in shapes.items())
-        return all(len(set(several)) == 1 for several in shapes.values())
+            return all(
+                media_format.stock[kind].joins[key].fits(several) and (equal[kind, key] or kind not in media_format.alike)
+                for (kind, key), several in shapes.items()
+            )
+        return all(equal.values())
 
     def refuse_unequal(self, chat: ChatProcessor, row: StockRow) -> None:
         """Refuse a thread whose media cannot be computed in one forward: of different sizes, where that changes them."""
@@ -457,7 +466,6 @@ class SelfCheck:
         )  # fmt: skip
         self._exact = policy.dtype == torch.float32
         self._kinds: tuple[MediaKind, ...] = tuple(chat.media_format.placeholders)
-        self._unequal = True  # whether media of different sizes may be computed in one forward
         self.notes: list[str] = []
 
     def run(self) -> None:
@@ -475,8 +483,10 @@ class SelfCheck:
                 else:
                     self._attention(kinds)
                 for kind in kinds:
-                    self._turns(kind)
+                    if kind != "video" or len(kinds) == 1:  # others have been by now
+                        self._turns(kind)
                 media_format.company = self._company(kinds)  # type: ignore[attr-defined]
+                self._forks(kinds[0])
                 self._train_mode(kinds)
         finally:
             self.chat.decoder.close()
@@ -546,7 +556,7 @@ class SelfCheck:
                 raise
             worst, place = torch.inf, 0
         if worst > self._bound and kind and self._gap(logits, self._full(longer[1])[: len(whole)]) <= self._bound:
-            self._unequal = False
+            self.chat.media_format.alike |= {kind}  # type: ignore[attr-defined]
             self.notes.append(f"several {kind}s of one thread must be of one size: others change each other")
         elif worst > self._bound:
             what = f"a second {kind}" if kind else "a second turn"
@@ -602,11 +612,19 @@ class SelfCheck:
             )
 
     def _company(self, kinds: Sequence[MediaKind | None]) -> str:
+        media_format: Any = self.chat.media_format
         text = self._row(self._turn(None, 2))  # of another length than the others
-        for company in ("any", "alike") if self._unequal else ("alike",):
-            sizes = (0, 1) if company == "any" else (0, 0)
-            rows = [self._row(self._turn(kind, size, another=i > 0)) for kind in kinds for i, size in enumerate(sizes)]
-            if self._together([*rows, text]):
+        apart: list[Sequence[MediaKind | None]] = [[kind for kind in kinds if kind != "video"], ["video"]]
+        for company in ("any", "alike"):
+            rows = {
+                kind: [
+                    self._row(self._turn(kind, size, another=i > 0))
+                    for i, size in enumerate((0, 0) if company == "alike" or kind in media_format.alike else (0, 1))
+                ]
+                for kind in kinds
+            }
+            together = [kinds] if media_format.mixes else apart
+            if all(self._together([*(row for kind in several for row in rows[kind]), text]) for several in together):
                 if company == "alike":
                     self.notes.append("rows whose media differ in size are computed apart: together they differ")
                 return company
@@ -622,6 +640,44 @@ class SelfCheck:
         alone = [self._full(row) for row in rows]
         gaps = [self._gap(own, padded[: len(own)]) for own, padded in zip(alone, made, strict=True)]
         gaps += [self._gap(own[-1:], padded) for own, padded in zip(alone, moved, strict=True)]
+        return max(gaps) <= self._bound
+
+    def _forks(self, kind: MediaKind | None) -> None:
+        """Hold a cache that goes on as several answers to them, beside a padded one where rows may be padded."""
+        media_format: Any = self.chat.media_format
+        turns = [self._turn(kind, 0), self._turn(None, 2)][: 1 if media_format.company == "alone" else 2]
+        if self._forked(turns, 2):
+            return
+        if len(turns) > 1 and not self._forked(turns, 1):
+            media_format.company, turns = "alone", turns[:1]
+            self.notes.append("rows are computed one by one: padded together they differ on its cache")
+        if not self._forked(turns, 2):
+            media_format.forks = False
+            self.notes.append("its cache cannot go on as several answers, so each of a group computes its prompt again")
+
+    def _forked(self, turns: Sequence[Sequence[Segment]], times: int) -> bool:
+        """Whether answers on the cache of their prompts are those of one forward, the first token beside ``times`` rows."""
+        prompts, answers = [self._row(turn[:1]) for turn in turns], [turn[1].tokens for turn in turns]
+        whole, count, gaps = [self._full(self._row(turn)) for turn in turns], len(turns), list[float]()
+        try:
+            given = self._inputs(prompts, "left")
+            cache, mask_BT = self._general.call({**given, "use_cache": True}, 1).past_key_values, given["attention_mask"]
+            order = [*range(count)] * times
+            for step in range(2):
+                if times > 1:
+                    cache.reorder_cache(torch.tensor(order, device=mask_BT.device))
+                mask_BT = torch.nn.functional.pad(mask_BT[order], (0, 1), value=1)
+                last = range(len(order) - count, len(order))  # others get another token, and leave
+                tokens = [answers[i % count][step if i in last else -1] for i in range(len(order))]
+                positions = [prompts[i % count].next_position + step for i in range(len(order))]
+                made_BV = self._general.step(cache, tokens, positions, mask_BT).logits[-count:, -1]
+                for own, prompt, found_V in zip(whole, prompts, made_BV, strict=True):
+                    gaps.append(self._gap(own[len(prompt) + step][None], found_V[None]))
+                order = [*last]
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:
+            return False
         return max(gaps) <= self._bound
 
     def _train_mode(self, kinds: Sequence[MediaKind | None]) -> None:

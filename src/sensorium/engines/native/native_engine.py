@@ -185,6 +185,12 @@ class StockWriter:
     def tell_by(self, noted: Callable[[str], None]) -> None:
         """Nothing falls back later than at the start."""
 
+    @property
+    def _forks(self) -> bool:
+        """Whether rows of a cache may be copied and left out: found by the check of the weights."""
+        forks: bool = self._policy.chat.media_format.forks  # type: ignore[attr-defined]
+        return forks
+
     @torch.no_grad()
     def tick(self, waiting: Sequence[Job]) -> int:
         """Advance every row, and admit waiting jobs in order while there is room. How many were taken."""
@@ -228,7 +234,7 @@ class StockWriter:
     def _drop_finished(self) -> None:
         self._batches = [batch for batch in self._batches if batch.open]
         for batch in self._batches:
-            if 2 * len(batch.open) <= len(batch.rows):
+            if 2 * len(batch.open) <= len(batch.rows) and self._forks:
                 batch.keep(batch.open)
 
     def _decode(self, batch: StockBatch) -> None:
@@ -259,6 +265,8 @@ class StockWriter:
             except Exception as error:
                 job.fail(error)
         entries = list(contexts.values())
+        if not self._forks:
+            entries = [(row, [job]) for row, several in entries for job in several]
         for places in self._general.batches(self._policy.chat, [row for row, _ in entries], PREFILL_TOKENS):
             self._prefill([entries[i] for i in places])
 
@@ -275,7 +283,8 @@ class StockWriter:
         ]
         fork_B = torch.tensor([i for i, (_, several) in enumerate(entries) for _ in several])
         fork_B = sent_to(given["input_ids"].device, fork_B)
-        made.past_key_values.reorder_cache(fork_B)
+        if self._forks:
+            made.past_key_values.reorder_cache(fork_B)
         batch = StockBatch(responses, made.past_key_values, given["attention_mask"][fork_B])
         self._batches.append(batch)
         self._draw(batch, made.logits[:, -1][fork_B])
