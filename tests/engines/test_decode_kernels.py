@@ -1,5 +1,6 @@
 """The kernels of a decode step give what plain torch gives. Where there is no GPU they run in Triton's interpreter."""
 
+import random
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_torch import FINE_SCALE
-from sensorium.models.delta_net import hand_over_states
+from sensorium.models.delta_net import DeltaState, hand_over_states
 
 pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 if torch.cuda.is_available():
@@ -291,8 +292,8 @@ def test_norms_may_be_centred(kernels: TorchOps, dtype: torch.dtype, rows: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [6, 40])
-@pytest.mark.parametrize("sizes", [(16, 32, 16, 16), (1, 3, 40, 24)])  # projections in parts, and one by one
+@pytest.mark.parametrize("rows", [6, 24])
+@pytest.mark.parametrize("sizes", [(8, 16, 16, 16), (1, 3, 40, 24)])  # projections in parts, and one by one
 @pytest.mark.parametrize("steps", [0, 3, 6])  # with updates that wait so many steps, or none
 def test_a_delta_net_step_by_step(
     kernels: TorchOps, dtype: torch.dtype, rows: int, sizes: tuple[int, int, int, int], steps: int
@@ -321,6 +322,49 @@ def test_a_delta_net_step_by_step(
     for found, expected in zip(*results, strict=True):
         assert found.shape == expected.shape
         assert (found.float() - expected.float()).norm() <= 1.5 * TOLERANCE[dtype] * expected.float().norm()
+
+
+@pytest.mark.parametrize("seed", [4, 13, 23])  # in which slots grow, and are forked, beside updates that wait
+def test_slots_are_forked_given_back_grown_and_stored_while_updates_wait(kernels: TorchOps, seed: int) -> None:
+    """In an order of chance, with padding rows on the scratch slot; plain torch has one row for each slot."""
+    net, chance = delta_net(64, 1, 2, 8, 8), random.Random(seed)
+    held = StateSlots([torch.zeros(0, 3, net.conv_dim, device=DEVICE)], [torch.zeros(0, 2, 8, 8, device=DEVICE)])
+    rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def check() -> None:
+        for slot, row in rows.items():
+            (kept,) = held.take(slot)
+            for found, expected in zip((kept.window_BWC[0], kept.state_BGKV[0]), row, strict=True):
+                assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+    for i in range(24):
+        what = chance.choice(["step"] * 4 + ["join", "fork", "leave", "grow", "store"]) if rows else "join"
+        slot = chance.choice(list(rows)) if rows else 0
+        if what == "join":
+            slot, rows_of = held.allocate(), (normal(3, net.conv_dim, seed=i), normal(2, 8, 8, seed=i))
+            held.put(slot, [DeltaState(rows_of[0][None], rows_of[1][None])])
+            rows[slot] = rows_of
+        elif what == "fork":
+            targets = [held.allocate() for _ in range(chance.randint(1, 3))]
+            held.copy([slot] * len(targets), targets)
+            rows |= dict.fromkeys(targets, rows[slot])
+        elif what == "leave":
+            held.release(slot)
+            del rows[slot]
+        elif what == "grow":
+            held.reserve(chance.randint(1, 6))
+        elif what == "store":
+            check()
+        else:
+            stepping = chance.sample(list(rows), chance.randint(1, len(rows)))
+            slots = torch.tensor(stepping + [0] * chance.choice([0, 2]), device=DEVICE)
+            x = normal(len(slots), 64, seed=100 + i)
+            kernels.mix(net, x, held.windows[0], held.states[0], slots, held.waiting(0))
+            held.count(slots)
+            windows, states = (torch.stack([rows[slot][part] for slot in stepping]) for part in (0, 1))
+            TorchOps().mix(net, x[: len(stepping)], windows, states, torch.arange(len(stepping), device=DEVICE))
+            rows |= {slot: (windows[j], states[j]) for j, slot in enumerate(stepping)}
+    check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

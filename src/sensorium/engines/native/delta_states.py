@@ -127,7 +127,7 @@ class StateSlots(RowStates):
         self._counts_N.add_(self._among(slots_B)).remainder_(WAITING + 1)
 
     def settle(self, slots: Sequence[int] | Tensor) -> None:
-        """Apply what waits beside the states of some slots."""
+        """Apply what waits beside the states of some slots, each named once (but the scratch slot, which nobody reads)."""
         if not self._waiting or not len(slots):
             return
         from sensorium.kernels.decode_triton import settle_states
@@ -143,7 +143,7 @@ class StateSlots(RowStates):
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots onto other slots."""
-        self.settle([*sources, *targets])
+        self.settle([*dict.fromkeys((*sources, *targets))])  # each once: a slot is copied to many
         super().copy(sources, targets)
 
     def take(self, row: int) -> tuple[DeltaState, ...]:
