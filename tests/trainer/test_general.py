@@ -123,6 +123,14 @@ def test_what_it_cannot_compute_is_refused_in_the_dry_run(tmp_path: Path) -> Non
             show_dry_run(recipe_of(source, tmp_path / "run", **changes), Console(quiet=True))
 
 
+def test_a_critic_on_a_checkpoint_of_another_type_is_refused(tmp_path: Path) -> None:
+    """Both are on the general path, but their tokens are not the same."""
+    source, other = (make_checkpoint(name, tmp_path / name) for name in ("olmo2", "granite"))
+    algorithm = {"advantage": {"name": "gae"}, "critic": {"trunk": "own", "path": str(other)}}
+    with pytest.raises(RecipeError, match=r"critic\.path .*granite .*olmo2"):
+        train(recipe_of(source, tmp_path / "run", algorithm=algorithm))
+
+
 def test_a_model_whose_prompt_attends_both_ways_plays_one_turn(tmp_path: Path) -> None:
     source = make_checkpoint("paligemma2", tmp_path / "source")
     with pytest.raises(RecipeError, match=r"rollout\.window"):

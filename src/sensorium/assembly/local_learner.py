@@ -160,10 +160,13 @@ def make_critic(recipe: Recipe, policy: Policy, models: WholeModels) -> Critic |
     trunk = policy
     if section.trunk == "own":
         trunk = load_beside(recipe, section.path, policy) if section.path else models.copy(policy, section.freeze)
-        if trunk.family != policy.family:
+        own, other = (
+            model.model.config.model_type if model.general is not None else model.family for model in (policy, trunk)
+        )  # families of the general path are many
+        if own != other:
             raise RecipeError(
-                f"algorithm.critic.path '{section.path}' is of family {trunk.family} and the policy of {policy.family}: a "
-                "critic reads the policy's own tokens. Use a checkpoint of the same family, or leave path empty."
+                f"algorithm.critic.path '{section.path}' is of family {other} and the policy of {own}: a critic reads the "
+                "policy's own tokens. Use a checkpoint of the same family, or leave path empty."
             )
         if section.path:
             trunk = models.hold(trunk, section.freeze)
