@@ -352,7 +352,7 @@ def test_columns_that_hold_media_and_are_not_read_are_found(
     columns = {"prompt": "prompt", "answer": "answer"}
     row = {**BLIND, **HELD, **WORDS, "heard": None}
     expected = dict.fromkeys(["image", "stored", "pages", "raw", "extra.photo"], "picture")
-    assert parquet({**BLIND, **HELD, **WORDS}, row, columns=columns).unread_media() == expected
+    assert parquet({**BLIND, **HELD, **WORDS}, row, row, columns=columns).unread_media() == expected  # in two row groups
     assert jsonl({**BLIND, "image": None}, media_of_text(row), columns=columns).unread_media() == expected
     passed = PassedRows([{**BLIND, "shown": Image.new("RGB", (4, 4))}], store, columns=columns)
     assert passed.unread_media() == {"shown": "picture"}

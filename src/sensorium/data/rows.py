@@ -239,9 +239,10 @@ class ParquetRows(_Rows):
         stored = self._file.metadata.row_group(0)
         columns = map(stored.column, range(stored.num_columns))
         texts = [column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"]
-        # As dictionaries: a value that is repeated in many places is in memory once.
+        # As dictionaries: a value that is repeated in many places is in memory once. Of one group: arrow joins no nested
+        # dictionaries of several.
         with ParquetFile(self.path, read_dictionary=texts) as file:
-            yield from first_values(next(file.iter_batches(FIRST_ROWS)))
+            yield from first_values(next(file.iter_batches(FIRST_ROWS, row_groups=[0])))
 
     def _group(self, group: int, place: Place) -> Any:
         """A row group, read from a file that did not change meanwhile."""
