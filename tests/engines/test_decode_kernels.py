@@ -324,7 +324,7 @@ def test_a_delta_net_step_by_step(
         assert (found.float() - expected.float()).norm() <= 1.5 * TOLERANCE[dtype] * expected.float().norm()
 
 
-@pytest.mark.parametrize("seed", [4, 13, 23])  # in which slots grow, and are forked, beside updates that wait
+@pytest.mark.parametrize("seed", [4, 23])  # in which slots grow, and are forked, beside updates that wait
 def test_slots_are_forked_given_back_grown_and_stored_while_updates_wait(kernels: TorchOps, seed: int) -> None:
     """In an order of chance, with padding rows on the scratch slot; plain torch has one row for each slot."""
     net, chance = delta_net(64, 1, 2, 8, 8), random.Random(seed)
