@@ -16,7 +16,7 @@ from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import VersionSpan
 
 from ..models.clips import row_inputs
-from .conftest import Bench, ask
+from .conftest import Bench, ask, generate
 
 LONG = Sampling(max_new_tokens=40, stop_tokens=False)
 
@@ -108,3 +108,19 @@ def test_an_update_that_changes_nothing_changes_no_token(bench: Bench) -> None:
     engine = NativeEngine(bench.policy, lockstep=False)
     early, late = spanning(bench, engine, 0.0, at=3), spanning(bench, engine, 0.0, at=20)
     assert [one.segment.tokens for one in early] == [one.segment.tokens for one in late]
+
+
+@pytest.mark.parametrize("kv", ["rows", "pages"])
+def test_prompts_and_features_of_earlier_weights_are_computed_again(kv: str, bench: Bench) -> None:
+    """A request after a push, with the prompt of one before it or with its picture alone."""
+    chat, sampling = bench.policy.chat, Sampling(max_new_tokens=4, stop_tokens=False)
+    contexts = [[chat.render([user(bench.picture(1), words)])] for words in ("what?", "where is it?")]
+    asked = [ask(f"t{i}", context, sampling, order=(i,), key=i) for i, context in enumerate(contexts)]
+    engine, fresh = (NativeEngine(bench.policy, lockstep=False, kv=kv) for _ in range(2))  # type: ignore[arg-type]
+    generate(engine, asked[0])
+    with moved(bench.policy, 0.05):
+        engine.push_weights(bench.policy, bench.policy.version)
+        found, wanted = (generate(one, *asked) for one in (engine, fresh))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.segment.tokens == other.segment.tokens
+        assert one.segment.logprobs == pytest.approx(other.segment.logprobs, abs=1e-5)

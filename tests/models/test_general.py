@@ -237,6 +237,11 @@ def test_pictures_and_videos_that_fail_together_are_padded_among_their_like(
     policy = load_policy(str(folder), store=MediaStore(), family="general")
     media_format: Any = policy.chat.media_format
     assert (media_format.mixes, media_format.company) == (False, "any")
+    chat, general = policy.chat, policy.general
+    assert general is not None
+    shown = [noise(chat.store, 1, 56, 56), clip(chat.store, 1, 4, 56, 56)]
+    rows = [general.row(chat, [chat.render([user(medium, "what?")])]) for medium in shown]
+    assert list(general.batches(chat, rows, 1000)) == [[0], [1]]
 
 
 def clip(store: MediaStore, seed: int, frames: int, width: int, height: int) -> Media:
@@ -257,6 +262,8 @@ def test_videos_are_what_the_processor_and_the_stock_model_make_of_them(family: 
     clips = [clip(chat.store, 1, 4, 56, 84), clip(chat.store, 2, frames, 84, 56)]
     context = [chat.render([user("which", clips[0], "is it?")])]
     decoded_clip = chat.decoder.get(context[0].media[0].media)
+    clock = video_metadata(decoded_clip)
+    assert [index / clock.fps for index in clock.frames_indices] == pytest.approx(decoded_clip.times_s.tolist())
     made = chat.processor(
         text=[chat.tokenizer.decode(context[0].tokens)],
         videos=[torch.from_numpy(decoded_clip.frames.transpose(0, 3, 1, 2).copy())],
