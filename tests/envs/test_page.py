@@ -20,7 +20,6 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
-from sensorium.envs.action_calls import Call
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.adapters.content import text_form
 from sensorium.envs.adapters.spaces import actions_of
@@ -113,7 +112,7 @@ def test_the_buttons_of_the_page_are_clicked_and_a_wrong_call_is_answered(coordi
     code = run_block("class Buttons")
     environment = code["Buttons"](MediaStore(), coordinates=coordinates)
     (head,), first = environment.reset(7)
-    asked, places = environment.start(7)
+    asked, _ = environment.start(7)
     assert first.category == asked
     ranges = {"pixels": "0 to 95; y is a whole number from 0 to 63", "relative": "0 to 1000"}
     assert ranges[coordinates] in head.text
@@ -121,8 +120,7 @@ def test_the_buttons_of_the_page_are_clicked_and_a_wrong_call_is_answered(coordi
     assert wrong.info == {"valid": False}
     assert "x is 2000" in wrong.observation.messages[0].text
     assert environment.step("<answer>wait</answer>").done is False
-    middle = {name: place + 10 for name, place in zip("xy", places[asked], strict=True)}
-    result = environment.step(environment.grammar.write([Call("click", middle)]))
+    result = environment.step(environment.demonstrate())
     assert (result.success, result.reward) == (True, 1.0)
 
 

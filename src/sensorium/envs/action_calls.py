@@ -11,6 +11,7 @@ evaluated, and reading takes time linear in the answer.
 """
 
 import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -26,6 +27,7 @@ MAX_CHARACTERS = 10_000  # of an answer; what is longer is not read
 MOST = 1e9  # of numbers without a range
 LONGEST_TEXT = 1000  # characters of a text without a length
 GRID = 1000  # steps across the picture that relative positions count
+LETTERS_AND_DIGITS = "".join(sorted(string.ascii_letters + string.digits))  # what Gymnasium's texts hold by default
 LISTED = 30  # actions that a reason lists
 
 WORD = re.compile(r"[^\W\d]\w{0,39}")
@@ -63,8 +65,8 @@ class Parameter:
             return " or ".join(filter(None, [", ".join(self.choices[:-1]), self.choices[-1]]))
         if self.kind == "text":
             least = f"{self.low:.0f} to " if self.low > 0 else "up to "
-            some = self.characters is not None and len(self.characters) <= 64
-            only = f" of '{''.join(sorted(self.characters or ()))}'" if some else ""
+            known = "" if self.characters is None else "".join(sorted(self.characters))
+            only = " (letters and digits)" if known == LETTERS_AND_DIGITS else f" of '{known}'" if 0 < len(known) <= 64 else ""
             return f"a text in quotes, {least}{self.high:.0f} characters{only}"
         if self.relative:
             return f"a whole number from 0 to {GRID} (0 and {GRID} are the picture's edges)"
