@@ -1,6 +1,7 @@
 """Success by kind of task: named by the environment, measured in training and evaluation, bounded, and exact on resume."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def test_kinds_beyond_the_bound_count_together_and_a_single_kind_has_no_metric()
     found = CategoryAccuracy()
     assert found.row([group("a", True), group("a", False)]) == {}
     assert found.row([group("b", False, named="a")]) == {}, "the environment's name counts, not the row's"
+    level = replace(group("a", True), task=Task("a", metadata={"category": "a", "level": 1}))
+    assert found.row([level]) == {"accuracy/a": 1.0}
     assert found.row([group("a", True, False), group("b", False)]) == {"accuracy/a": 0.5, "accuracy/b": 0.0}
     names = [f"k{i}" for i in range(MOST_CATEGORIES + 8)]
     row = found.row([group(name, i % 2 == 0) for i, name in enumerate(names)])

@@ -131,6 +131,7 @@ def test_a_curriculum_of_environment_options_rises_and_resumes_bit_for_bit(tmp_p
     assert_equal(whole.path, broken.path, 6)
     assert [row["planner/level"] for row in read_metrics(whole.metrics)] == [1, 1, 2, 2, 3, 3]
     assert {row["planner/success"] for row in read_metrics(broken.metrics)} == {0.5}
+    assert "accuracy/size=3" not in read_metrics(whole.metrics)[0], "no term of this recipe says right or wrong"
     for step in range(1, 7):
         drawn = {group.task.metadata["category"] for group in read_groups(whole.episodes_of(step))}
         assert drawn == {["size=3", "size=4", "max_turns=1"][(step - 1) // 2]}

@@ -101,11 +101,15 @@ class EnvironmentTasks:
         return (index if index >= 0 else index + len(self)) // self.size
 
     def __getitem__(self, index: int) -> Task:
+        level = self._level(index)
         return Task(
             id=self.id_of(index),
-            environment=EnvironmentSpec(self.environment, self._options[self._level(index)], self.seeds[index]),
-            metadata={"category": self._categories[self._level(index)]}
-            | ({"split_by": "seed"} if self.split_by == "seed" else {}),
+            environment=EnvironmentSpec(self.environment, self._options[level], self.seeds[index]),
+            metadata={
+                "category": self._categories[level],
+                **({"split_by": "seed"} if self.split_by == "seed" else {}),
+                **({"level": level + 1} if self.levels else {}),
+            },
         )
 
     def _at_level(self, level: Mapping[str, Any], stands_for: bool) -> dict[str, Any]:

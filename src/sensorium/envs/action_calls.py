@@ -66,7 +66,9 @@ class Parameter:
         if self.kind == "text":
             least = f"{self.low:.0f} to " if self.low > 0 else "up to "
             known = "" if self.characters is None else "".join(sorted(self.characters))
-            only = " (letters and digits)" if known == LETTERS_AND_DIGITS else f" of '{known}'" if 0 < len(known) <= 64 else ""
+            only = (
+                " (letters and digits)" if known == LETTERS_AND_DIGITS else f" of '{known}'" if 0 < len(known) <= 64 else ""
+            )
             return f"a text in quotes, {least}{self.high:.0f} characters{only}"
         if self.relative:
             return f"a whole number from 0 to {GRID} (0 and {GRID} are the picture's edges)"

@@ -131,7 +131,8 @@ def episode_metrics(groups: Sequence[Group], selection: Selection, *, mask_trunc
 class CategoryAccuracy:
     """Accuracy by kind of task: ``accuracy/NAME`` for the first names that a run meets, ``accuracy/other`` for the rest.
 
-    A run that meets a single kind has none of these. A checkpoint holds ``names``, so that a resumed run bounds alike.
+    A run that meets a single kind, which is no level of a source, has none of these. A checkpoint holds ``names``, so that
+    a resumed run bounds alike.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,7 @@ class CategoryAccuracy:
             if name not in self.names and len(self.names) < MOST_CATEGORIES:
                 self.names.append(name)
             verdicts[name if name in self.names else OTHER_CATEGORIES] += known
-        if len(self.names) < 2:
+        if len(self.names) < 2 and not any("level" in group.task.metadata for group in groups):
             return {}
         return {f"accuracy/{name}": sum(known) / len(known) for name, known in sorted(verdicts.items())}
 
