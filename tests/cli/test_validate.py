@@ -183,12 +183,17 @@ def test_demonstrations_that_do_not_fit_a_response_are_noted_by_the_dry_run(tmp_
 
 
 def test_demonstrations_that_are_judged_wrong_are_a_warning_that_names_them(tmp_path: Path) -> None:
-    good, bad = ({"id": f"t{i}", "prompt": "What?", "answer": "A", "demonstration": text} for i, text in enumerate("AB"))
+    good, bad_row = (
+        {"id": f"t{i}", "prompt": "What?", "answer": "A", "demonstration": text} for i, text in enumerate("AB")
+    )
     given = {"rewards": {"terms": [{"name": "exact", "options": {"fallback": True}}]}}
     check = "tasks.train.0 demonstrations rewarded"
     assert findings(tasks={"train": rows(tmp_path / "good.jsonl", good)}, **given)[check].level == "ok"
-    told = findings(tasks={"train": rows(tmp_path / "both.jsonl", good, bad)}, **given)[check]
+    told = findings(tasks={"train": rows(tmp_path / "both.jsonl", good, wrong)}, **given)[check]
     assert (told.level, "t1" in told.found, "t0" in told.found) == ("warning", True, False)
+    bad = BadRows()
+    taught = findings(bad=bad, steps=0, tasks={"train": rows(tmp_path / "both.jsonl", good, wrong)}, **given)[check]
+    assert (taught.level, bad.found) == ("ok", {}), "without RL nothing is rewarded"
 
 
 def test_prompts_and_demonstrations_are_held_against_their_budgets(tmp_path: Path) -> None:

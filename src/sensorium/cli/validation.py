@@ -4,7 +4,7 @@ import hashlib
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sensorium.assembly.playing import EnvironmentMaker, make_scorer, open_store, sampling_of
@@ -426,7 +426,11 @@ class _SourceCheck:
         written = WrittenAnswers(self.session.scorer, self.session.chat)
         self.bar.begin(f"{self.where}: scoring demonstrations", len(tasks))
         shown = judge_demonstrations(tasks, written, self.bar.tell)
-        yield from self.judged("demonstrations rewarded", f"{shown.count:,} demonstrations", shown, tasks)
+        text = f"{shown.count:,} demonstrations"
+        if not self.session.recipe.steps and shown.problems:  # a warm start alone may well teach what is not rewarded
+            text += f", {len(shown.problems):,} without reward, which no step of RL uses (steps: 0)"
+            shown = replace(shown, problems={})
+        yield from self.judged("demonstrations rewarded", text, shown, tasks)
         self.bar.begin(f"{self.where}: writing known answers", len(tasks))
         known = judge_answers(tasks, written, section.max_new_tokens, shown.right, self.bar.tell)
         yield from self.judged("answers reachable", f"{known.count:,} answers", known, tasks)
