@@ -4,10 +4,11 @@ Then engine and update take turns, and one_step_off plays while it updates.
 """
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from sensorium.assembly.local_learner import LocalLearner
+from sensorium.cluster.event_loop import run_async
 from sensorium.cluster.pool import WorkerPool
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.envs.protocol import Observation, StepResult
@@ -24,6 +26,7 @@ from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer import loop, schedules
 from sensorium.trainer.loop import Trainer
 from sensorium.trainer.run import open_trainer, train
+from sensorium.trainer.run_claim import begin
 from sensorium.trainer.step_metrics import environments_busy
 from sensorium.vocabulary import Message, user
 
@@ -129,6 +132,34 @@ def test_one_step_off_plays_the_next_step_while_it_updates(tmp_path: Path, monke
     overrides = "schedule=one_step_off", "algorithm.correction.weights=token", "checkpoint.every=3"
     rows = read_metrics(train(played(tmp_path / "run", *overrides, shows="Patient")) / "metrics.jsonl")
     assert [row["episodes/failed"] for row in rows] == [0, 0, 0]
+
+
+def ledgered(run: Path) -> list[tuple[int, str, str]]:
+    """Step, id and task of every episode in a run's ledger."""
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        return ledger.execute("SELECT step, id, task_id FROM episodes ORDER BY step, id").fetchall()
+
+
+@pytest.mark.usefixtures("any_wait_is_slow")
+def test_a_run_left_while_the_next_step_is_played_resumes_with_an_exact_ledger(tmp_path: Path) -> None:
+    overrides = "schedule=one_step_off", "algorithm.correction.weights=token", "checkpoint.every=2", "steps=5"
+    train(played(tmp_path / "whole", *overrides))
+    recipe = played(tmp_path / "left", *overrides)
+    begin(recipe, RunDirectory(recipe.directory))
+    trainer = open_trainer(recipe, RunDirectory(recipe.directory))
+
+    async def three_steps() -> None:
+        for _ in range(3):
+            await trainer.advance()
+        assert trainer.schedule.streaming  # the fourth step is being played
+
+    try:
+        run_async(three_steps())
+    finally:
+        trainer.close()
+    train(recipe, resume=True)
+    assert ledgered(tmp_path / "left") == ledgered(tmp_path / "whole")
+    assert [row["step"] for row in read_metrics(tmp_path / "left/metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("turns", [True, False])

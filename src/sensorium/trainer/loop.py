@@ -216,22 +216,24 @@ class Trainer:
             while not self.eager and not collecting.done():
                 await asyncio.wait({collecting}, timeout=LOOK_EVERY_S)
                 counted = self.session.rollout.pool.counters
-                call_s = counted.ran_s / max(1, counted.calls)
+                call_s, most_s = counted.ran_s / max(1, counted.calls), counted.ran_most_s
                 if collecting.done():
-                    call_s = collecting.result().metrics.get("time/environment_mean_s", 0.0)
-                self._play_eagerly_if_slow(call_s, self.session.lockstep_waited_s - waited_s, time.perf_counter() - began)
+                    row = collecting.result().metrics
+                    call_s, most_s = row.get("time/environment_mean_s", 0.0), row.get("time/environment_max_s", 0.0)
+                waited, seconds = self.session.lockstep_waited_s - waited_s, time.perf_counter() - began
+                self._play_eagerly_if_slow(call_s, most_s, waited, seconds)
             return await collecting
         finally:
             collecting.cancel()
             await asyncio.wait({collecting})
 
-    def _play_eagerly_if_slow(self, call_s: float, waited_s: float, seconds: float) -> None:
+    def _play_eagerly_if_slow(self, call_s: float, most_s: float, waited_s: float, seconds: float) -> None:
         if call_s < SLOW_CALL_S or waited_s < SLOW_SHARE * seconds:
             return
         self.eager = True
         self.session.play_eagerly()
         self.watcher.noted(
-            f"environments are slow ({call_s:.2g} s a call): in lockstep others waited for them in {waited_s:.2g} of "
+            f"environments are slow (up to {most_s:.2g} s a call): in lockstep others waited for them in {waited_s:.2g} of "
             f"{seconds:.2g} s, so rollout.schedule: auto is eager from here on, also when the run is resumed. What follows "
             "does not repeat bit for bit; rollout.schedule: lockstep would, and wait."
         )

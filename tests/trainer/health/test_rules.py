@@ -203,7 +203,7 @@ CASES: dict[str, tuple[StepFacts, str]] = {
         facts(HEALTHY, given_up=("Triton is not installed.", "a kernel\nfailed")),
         "given up, so the run is slower than it could be: Triton is not installed; a kernel failed",
     ),
-    "slow_phase": (facts(HEALTHY | SLOW), "environments (0.6 s a call, 40 % busy) took most of 9.0 s"),
+    "slow_phase": (facts(HEALTHY | SLOW), "environments (4 s an episode, 40 % busy) took most of 9.0 s"),
 }
 
 

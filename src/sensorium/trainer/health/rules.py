@@ -607,6 +607,7 @@ def slow_phase(facts: StepFacts) -> Finding | None:
     call_s, busy = row.get("time/environment_mean_s", 0.0), row.get("time/environments_busy", 0.0)
     if episodes_s <= half or call_s < SLOW_CALL_S:
         return None
+    chain_s = row.get("time/environment_episode_s", 0.0)
     queue_s, places = row.get("time/environment_wait_max_s", 0.0), row.get("environment/places", 0.0)
     full = busy * row.get("time/step_s", 0.0) > FULL_SHARE * (2 * half if schedule == "asynchronous" else episodes_s)
     if rollout.schedule == "lockstep":
@@ -618,11 +619,11 @@ def slow_phase(facts: StepFacts) -> Finding | None:
         if not full:
             return None
         cause, advice = "as many groups were played as may be", "Raise schedule.max_staleness or batch.group_size"
-    elif row.get("time/environment_episode_s", 0.0) < SLOW_BUSY_SHARE * episodes_s:
+    elif chain_s < SLOW_BUSY_SHARE * episodes_s:
         return None
     else:
         cause, advice = "a step ends with its slowest episodes", "Set schedule: asynchronous, which plays on meanwhile"
-    what = f"environments ({call_s:.2g} s a call, {100 * busy:.0f} % busy) took most of {2 * half:.1f} s"
+    what = f"environments ({chain_s:.2g} s an episode, {100 * busy:.0f} % busy) took most of {2 * half:.1f} s"
     return Finding("slow_phase", what, cause, advice)
 
 
