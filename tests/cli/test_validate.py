@@ -183,9 +183,7 @@ def test_demonstrations_that_do_not_fit_a_response_are_noted_by_the_dry_run(tmp_
 
 
 def test_demonstrations_that_are_judged_wrong_are_a_warning_that_names_them(tmp_path: Path) -> None:
-    good, bad_row = (
-        {"id": f"t{i}", "prompt": "What?", "answer": "A", "demonstration": text} for i, text in enumerate("AB")
-    )
+    good, wrong = ({"id": f"t{i}", "prompt": "What?", "answer": "A", "demonstration": text} for i, text in enumerate("AB"))
     given = {"rewards": {"terms": [{"name": "exact", "options": {"fallback": True}}]}}
     check = "tasks.train.0 demonstrations rewarded"
     assert findings(tasks={"train": rows(tmp_path / "good.jsonl", good)}, **given)[check].level == "ok"
