@@ -117,7 +117,7 @@ def test_prompts_and_features_of_earlier_weights_are_computed_again(kv: str, ben
     contexts = [[chat.render([user(bench.picture(1), words)])] for words in ("what?", "where is it?")]
     asked = [ask(f"t{i}", context, sampling, order=(i,), key=i) for i, context in enumerate(contexts)]
     engine, fresh = (NativeEngine(bench.policy, lockstep=False, kv=kv) for _ in range(2))  # type: ignore[arg-type]
-    generate(engine, asked[0])
+    generate(engine, ask("another", contexts[0], sampling))
     with moved(bench.policy, 0.05):
         engine.push_weights(bench.policy, bench.policy.version)
         found, wanted = (generate(one, *asked) for one in (engine, fresh))
