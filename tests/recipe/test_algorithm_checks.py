@@ -10,6 +10,7 @@ from sensorium.recipe.load import dump_recipe
 from sensorium.recipe.schema import CriticSection, LossSection, Recipe
 from sensorium.recipe.yaml import read_yaml
 
+LENGTH = {"name": "overlong", "options": {"max_tokens": 12, "buffer_tokens": 1}}
 TERMS = [{"name": "exact"}, {"name": "format", "weight": 0.2}]
 
 
@@ -161,8 +162,13 @@ def test_a_dumped_recipe_with_every_key_written_out_is_not_refused() -> None:
 CAUTIONS = {
     "equals masked_gae": ({"advantage": {"name": "bi_level_gae"}}, {"rollout": {"max_turns": 5}}),
     "no use for turn_gamma": ({"advantage": {"name": "bi_level_gae", "turn_gamma": 0.9}}, {}),
-    "minus one value": ({"advantage": {"name": "turn_wise_gae"}}, {}),
+    "minus one value": ({"advantage": {"name": "turn_wise_gae"}}, {"rewards": {"terms": [*TERMS, LENGTH]}}),
     "may learn to be cut short": ({"advantage": {"name": "masked_gae", "lam": 0.9}}, {"rollout": {"max_turns": 5}}),
+    "reaches rollout.max_new_tokens 12 counts": (
+        {"advantage": {"name": "masked_gae"}},
+        {"rollout": {"max_new_tokens": 12}},
+    ),
+    "is not trained on": ({"advantage": {"name": "masked_gae"}}, {"rollout": {"mask_truncated": True}}),
     "is grpo, whitened": ({"advantage": {"name": "gdpo"}}, {"rewards": {"terms": TERMS[:1]}}),
     "about 1": ({"correction": {"weights": "token"}}, {}),
     "sampled from the truncated policy": ({}, {"rollout": {"top_p": 0.9}}),
@@ -222,5 +228,7 @@ def test_an_ordinary_setting_is_not_warned_of() -> None:
     turns = {"rollout": {"max_turns": 5}}
     assert not cautions(recipe({}))
     assert not cautions(recipe({"advantage": {"name": "bi_level_gae", "turn_gamma": 0.95}}, **turns))
+    assert not cautions(recipe({"advantage": {"name": "masked_gae"}}, rewards={"terms": [*TERMS, LENGTH]}))
+    assert not cautions(recipe({"advantage": {"name": "masked_gae", "gamma": 0.9}}))
     truncated = {"correction": {"weights": "token", "engine_logprobs": "sampled"}}
     assert not cautions(recipe(truncated, rollout={"top_p": 0.9}))

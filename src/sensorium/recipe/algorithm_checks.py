@@ -20,6 +20,7 @@ from sensorium.vocabulary.errors import nearest
 
 Problem = tuple[str, str]
 WIDE_FOR_A_SEQUENCE = 0.05
+LENGTH_TERMS = {"overlong", "token_length"}  # rewards that lower what a response gets that does not end
 SHARED_BY_LOSSES = ("name", "aggregation", "aggregation_constant", "entropy_coef")
 
 
@@ -61,12 +62,20 @@ def cautions(recipe: Recipe) -> list[str]:
             "algorithm.advantage: with rollout.max_turns 1 turn_wise_gae is the episode's reward minus one value, the same "
             "for all its tokens."
         )
-    undiscounted = {"gae": section.gamma, "masked_gae": section.gamma}.get(name, section.turn_gamma) == 1.0
-    if estimator_traits(name).critic and not one_turn and undiscounted and not (name == "bi_level_gae" and unit):
+    discount = "gamma" if name in ("gae", "masked_gae") else "turn_gamma"
+    undiscounted = estimator_traits(name).critic and getattr(section, discount) == 1.0
+    if undiscounted and not one_turn and not (name == "bi_level_gae" and unit):
         found.append(
             f"algorithm.advantage: {name} without a discount: an episode that is cut short counts as what the critic says "
-            "of its end, so a policy may learn to be cut short. Where that happens set "
-            f"{'gamma' if name in ('gae', 'masked_gae') else 'turn_gamma'} below 1."
+            f"of its end, so a policy may learn to be cut short. Where that happens set {discount} below 1."
+        )
+    if undiscounted and one_turn and not LENGTH_TERMS & {term.name for term in recipe.rewards.terms}:
+        limit = recipe.rollout.max_new_tokens
+        masked = "is not trained on" if recipe.rollout.mask_truncated else "counts as what the critic says of its end"
+        found.append(
+            f"algorithm.advantage: {name} without a discount: an answer that reaches rollout.max_new_tokens {limit} "
+            f"{masked}, and a wrong one that ends costs more, so a policy may learn never to end. Let it cost, by "
+            f"the term {{name: overlong, options: {{max_tokens: {limit}, buffer_tokens: 1}}}}, or {discount} below 1."
         )
     if not recipe.algorithm.loss_mask:
         found.append(

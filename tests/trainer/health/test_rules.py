@@ -111,6 +111,11 @@ def test_a_judge_that_fails_is_not_taken_for_rows_without_an_answer() -> None:
 MEMORIES = {"tasks": {"train": [{"source": "shapes"}], "planner": "causal_history", "shuffle": False}}
 
 
+PPO = {"algorithm": {"advantage": {"name": "masked_gae"}}}
+SHORT = HEALTHY | {"episodes/truncated": 1.0, "value/mean": 0.4}
+RAMBLING = SHORT | {"episodes/truncated": 7.0, "value/mean": 1.12}
+
+
 CASES: dict[str, tuple[StepFacts, str]] = {
     "failed_episodes": (
         facts(HEALTHY, group(*(episode(i, None, status=Status.FAILED) for i in range(4)))),
@@ -152,6 +157,10 @@ CASES: dict[str, tuple[StepFacts, str]] = {
     "truncated": (
         facts(HEALTHY, group(*(cut_off(episode(i, float(i % 2))) for i in range(8)))),
         "reached rollout.max_new_tokens 3",
+    ),
+    "cut_for_value": (
+        facts(RAMBLING, before=[SHORT] * 5, sections=PPO),
+        "7 of 8 episodes were cut off (1 in the first step of RL), and the critic expects 1.12 where",
     ),
     "no_memory": (
         facts(HEALTHY, group(*(episode(i, 0.5, "a red square") for i in range(4))), sections=MEMORIES),
@@ -360,6 +369,19 @@ def test_a_fall_of_held_out_accuracy_names_the_key_to_lower_and_the_checkpoint_t
     assert "the checkpoint of step 3 is kept as the best (checkpoint.best)" in below_best.text
     warm = facts(HEALTHY, held_out=evaluations(50, 20), sections={"warm_start": {"steps": 3}})
     assert "Lower warm_start.optimizer.lr and" in found(warm)["held_out_fall"].text
+
+
+def test_what_a_critics_own_value_did_is_not_laid_to_the_learning_rate() -> None:
+    fallen = {"before": [SHORT] * 5, "held_out": evaluations(50, 0)}
+    for row, sections, named in ((RAMBLING, {}, True), (RAMBLING | {"value/mean": 0.5}, {}, False), (SHORT, {}, False)):
+        shown = found(facts(row, sections=PPO | sections, **fallen))
+        assert ("overlong" in shown["held_out_fall"].advice) is named
+        assert ("cut_for_value" in shown) is named
+        assert ("optimizer.lr" in shown["held_out_fall"].advice) is not named
+    masked = PPO | {"rollout": {"max_new_tokens": 3, "mask_truncated": True}}
+    assert "rollout.mask_truncated" in found(facts(RAMBLING, before=[SHORT] * 5, sections=masked))["cut_for_value"].cause
+    turns = PPO | {"rollout": {"max_turns": 5}}
+    assert "gamma (1)" in found(facts(RAMBLING, before=[SHORT] * 5, sections=turns))["cut_for_value"].advice
 
 
 def test_held_out_accuracy_that_varies_by_chance_has_not_fallen() -> None:

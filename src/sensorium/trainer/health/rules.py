@@ -43,6 +43,7 @@ IN_A_ROW = 3  # steps without reward or variance before a warning: a single step
 # or three, as yes and no, one may be right for most tasks of a step.
 VARIED_TASKS, VARIED_ANSWERS, FEWEST_KINDS = 16, 64, 4
 FEW_SHARE, MOST_KINDS = 0.4, 20  # kinds of answers given, of those known; more than 20 of these count as 20
+GROWN_SHARE = 0.25  # of the episodes, by which more are cut off than in the first step of RL, for a trend
 FEWEST = 4  # episodes that a claim about all of them must rest on
 # Terms, by part, that lower the reward of responses they are to prevent, and their value for all other responses.
 GUARDS = {
@@ -86,6 +87,7 @@ def sudden_loss(facts: StepFacts) -> Finding | None:
         "Go back to an earlier checkpoint (the last one from before this is kept) and lower the learning rate, or bound "
         "updates with algorithm.kl.coef"
     )
+    cause, advice = _cut_for_value(facts) or (cause, advice)
     best, now = facts.history.best.get("accuracy"), facts.row.get("accuracy")
     alike = facts.row.get(LEVEL) == facts.history.level
     if alike and best is not None and now is not None and groups and now < min(best / 2, best - SURE * sqrt(0.25 / groups)):
@@ -127,7 +129,8 @@ def held_out_fall(facts: StepFacts) -> Finding | None:
     else:
         where = f"the best was step {best.step}, and checkpoint.best: eval/accuracy would keep its checkpoint"
     advice = f"Lower {lower} and read the episodes in the report; {where}"
-    return Finding("held_out_fall", what, ", or ".join(causes), advice, grave=below_first)
+    cause, advice = (_cut_for_value(facts) if rl else None) or (", or ".join(causes), advice)
+    return Finding("held_out_fall", what, cause, advice, grave=below_first)
 
 
 def _clearly_below(now: HeldOutResult, was: HeldOutResult, comparisons: int) -> bool:
@@ -501,6 +504,38 @@ def _let_end(facts: StepFacts) -> str:
     return "Set rollout.ignore_stop_tokens: false, so that the model may end its responses" if ignored else ""
 
 
+def cut_for_value(facts: StepFacts) -> Finding | None:
+    """Ever more episodes are cut off, and the critic expects more than episodes ever got: not to end gets its own value."""
+    cause, advice = _cut_for_value(facts) or ("", "")
+    if not cause:
+        return None
+    row, best = facts.row, facts.history.best["reward/mean"]
+    cut = f"{row['episodes/truncated']:.0f} of {len(facts.episodes)} episodes were cut off"
+    first = f"{facts.history.first['episodes/truncated']:.0f} in the first step of RL"
+    what = f"{cut} ({first}), and the critic expects {row['value/mean']:.2f} where the best mean reward was {best:.2f}"
+    return Finding("cut_for_value", what, cause, advice, grave=True)
+
+
+def _cut_for_value(facts: StepFacts) -> tuple[str, str] | None:
+    """Cause and advice where a critic's own value has taught the policy not to end."""
+    row, first, recipe = facts.row, facts.history.first, facts.recipe
+    cut, before = row.get("episodes/truncated"), first.get("episodes/truncated")
+    value, best = row.get("value/mean"), facts.history.best.get("reward/mean")
+    if cut is None or before is None or value is None or best is None:
+        return None
+    if cut - before < GROWN_SHARE * len(facts.episodes) or value <= max(best, row.get("reward/mean", best)):
+        return None
+    cause = "a truncated episode goes on in the critic's value of it (bootstrapping), so never to end earns that value"
+    if recipe.rollout.mask_truncated:
+        cause = "a truncated episode is not trained on (rollout.mask_truncated), so it avoids what a wrong answer costs"
+    section, limit = recipe.algorithm.advantage, recipe.rollout.max_new_tokens
+    discount = "gamma" if section.name in ("gae", "masked_gae") else "turn_gamma"
+    lower = f"or lower algorithm.advantage.{discount} ({getattr(section, discount):g})"
+    length = f"the reward term overlong (max_tokens: {limit}, buffer_tokens: 1)"
+    turns = recipe.rollout.max_turns > 1
+    return cause, f"Go back to an earlier checkpoint and {lower[3:] if turns else f'add {length}, {lower}'}"
+
+
 def no_memory(facts: StepFacts) -> Finding | None:
     """No memory of the step could be parsed, so that later clips are shown a history without it."""
     played = facts.played
@@ -653,6 +688,7 @@ RULES = (
     Rule(never_paid, hides=NO_REWARD[2:]),
     Rule(no_variance, hides=NO_REWARD[3:]),
     Rule(constant_term),
+    Rule(cut_for_value, hides=("truncated",)),
     Rule(truncated),
     Rule(no_memory),
     Rule(bad_rows),
