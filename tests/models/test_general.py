@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import Qwen2_5_VLModel
+from transformers import BlipConfig, Qwen2_5_VLModel
 
 from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import Sampling
-from sensorium.models.general_media import Join, find_join, video_metadata
+from sensorium.models.general_media import GeneralMedia, Join, find_join, video_metadata
 from sensorium.models.general_path import check_general
 from sensorium.models.load import build_policy, load_policy
 from sensorium.models.policy import Policy
@@ -117,6 +118,12 @@ def test_a_template_that_asks_for_no_answer_is_refused(tmp_path: Path) -> None:
     template.write_text(template.read_text().split("{% if add_generation_prompt %}")[0])
     with pytest.raises(ModelError, match="add_generation_prompt"):
         load_policy(str(folder), store=MediaStore())
+
+
+def test_a_model_whose_text_holds_no_media_as_tokens_is_refused_as_another_kind() -> None:
+    processor = SimpleNamespace(chat_template="{{ messages }}", image_processor=object())
+    with pytest.raises(ModelError, match=r"another kind.*BLIP.*docs/guides/families\.md"):
+        GeneralMedia(BlipConfig(), processor)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

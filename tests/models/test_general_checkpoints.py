@@ -1,5 +1,6 @@
 """The tiny checkpoints of foreign families are complete: what they are shown changes what they say."""
 
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+from sensorium.models.family import group_of
+from sensorium.models.general_path import module_groups
+from sensorium.recipe.shape import read_shape
 from tests.general_checkpoints import GENERAL, VOXTRAL_SOUND, make_checkpoint, model_class, tokenizer_of
 
 TRAINED = [name for name, row in GENERAL.items() if not row.refused]
@@ -58,6 +62,25 @@ def test_a_tiny_checkpoint_loads_and_what_it_is_shown_changes_the_answer(name: s
         assert (last_log_probs(model, owner, shown[0], "where?") - before).abs().max() > 0.02
         if kind:
             assert (last_log_probs(model, owner, shown[1], "what colour?") - before).abs().max() > 0.02
+
+
+@pytest.mark.parametrize("name", ["minicpmv4_6", "ovis2", "qwen2_vl"])
+def test_the_plan_counts_weights_and_linear_layers_by_the_groups_of_the_model(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path)
+    config = AutoConfig.from_pretrained(folder)
+    model = model_class(config).from_pretrained(folder)
+    groups, counts = module_groups(model), Counter[str]()
+    for weight, values in model.named_parameters():
+        counts[group_of(weight, groups)] += values.numel()
+    shape = read_shape(str(folder))
+    assert shape is not None
+    assert {group: count for group, count in shape.parameters.items() if count} == counts
+    linears = Counter(
+        group_of(f"{name}.weight", groups)
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings()
+    )
+    assert Counter(layer.group for layer in shape.linears if layer.group == "vision") == {"vision": linears["vision"]}
 
 
 @pytest.mark.parametrize("name", GENERAL)

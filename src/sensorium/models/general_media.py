@@ -341,6 +341,12 @@ class GeneralMedia(DefaultMedia):
             self.tail = self.tail or found.tail
             if any(found.ends):
                 self.joined[kind] = ("", *found.ends)
+        if self.left_out and not features:
+            raise ModelError(
+                "its text does not hold pictures or sounds as tokens (its config.json names none, as image_token_id "
+                "would): it is a model of another kind, such as a captioner that reads one picture by cross-attention "
+                "(BLIP). Use a checkpoint that chats about media; docs/guides/families.md lists the types that were tried."
+            )
         if self.left_out and not self.stock:
             raise ModelError(". ".join(self.notes) + ". What it cannot be shown it could not learn from either.")
         # What the check of the model's weights finds out.

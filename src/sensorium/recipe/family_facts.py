@@ -164,18 +164,35 @@ def _unloaded() -> re.Pattern[str]:
     return re.compile("|".join([*UNLOADED, *(pattern for facts in FAMILIES.values() for pattern in facts.unloaded)]))
 
 
+# Words of a weight's name that tell its group in a checkpoint of an unknown family; the first word that tells decides.
+WORDS_OF_GROUPS = (
+    ("language", r"layers|embed_tokens|transformer|llm|text_.*|.*language.*"),
+    ("projector", r".*(proj|connector|align|merger|newline|resampler|qformer|_table).*|embed_(vision|audio)"),
+    ("vision", r".*(vision|visual|image|img|vit).*|vq.*"),
+    ("audio", r".*(audio|speech|sound).*"),
+)
+
+
 def group_by_name(name: str, facts: FamilyFacts | None) -> str:
-    """The parameter group of a weight in a file; that of an unknown family is sorted by the parts of all we know."""
-    for part, group in facts.parts if facts else _all_parts():
+    """The parameter group of a weight in a file; that of an unknown family is told by the words of its name."""
+    if facts is None:
+        return _group_by_words(name)
+    for part, group in facts.parts:
         if part in name:
             return group
     return "head" if "lm_head." in name else "language"
 
 
-@lru_cache(maxsize=1)
-def _all_parts() -> tuple[tuple[str, str], ...]:
-    """Longer ones come first: ``visual.merger`` before ``visual.``."""
-    return tuple(sorted({part for facts in FAMILIES.values() for part in facts.parts}, key=lambda part: -len(part[0])))
+def _group_by_words(name: str) -> str:
+    """``model.vision_tower.merger.weight`` → vision, ``model.merger.weight`` → projector."""
+    words = name.split(".")
+    if "lm_head" in words:
+        return "head"
+    for word in words:
+        for group, pattern in WORDS_OF_GROUPS:
+            if re.fullmatch(pattern, word):
+                return group
+    return "language"
 
 
 def is_table(name: str, facts: FamilyFacts | None) -> bool:
