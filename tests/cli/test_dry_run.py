@@ -130,6 +130,29 @@ def test_a_bad_row_among_the_first_is_refused_or_counted(recipe: Path, capsys: p
     assert "1 of them would be skipped, the first because:" in out
 
 
+def failing(task: object, episode: object) -> float:
+    raise ValueError("boom")
+
+
+def test_answers_rewards_and_columns_that_cannot_work_are_named(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = [{"role": "user", "content": "What?"}]
+    odd = [{"messages": ask, "answer": answer, "demonstration": "<answer>1</answer>"} for answer in ("1", {"a": 1}, "3")]
+    (recipe.parent / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
+    path = "tasks.train.0.options.path=odd.jsonl"
+    code, _, err = said(capsys, str(recipe), path)
+    assert code == 2
+    assert "odd.jsonl:2" in err
+    code, out, _ = said(capsys, str(recipe), path, "tasks.on_bad_row=skip")
+    assert code == 0
+    assert "odd.jsonl:2" in out
+    code, out, _ = said(capsys, str(recipe), path, "rewards.terms=[{name: 'tests.cli.test_dry_run:failing'}]")
+    assert code == 0
+    assert "reward 'failing' fails on its demonstration" in out
+    code, _, err = said(capsys, str(recipe), "tasks.train.0.options.columns={prompt: question}")
+    assert code == 2
+    assert "none of 8 rows" in err
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

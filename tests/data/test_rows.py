@@ -14,7 +14,7 @@ from PIL import Image
 
 from sensorium.data.media_store import MediaStore
 from sensorium.data.message_parsing import Place, fill_placeholders, literal_placeholders, messages_of
-from sensorium.data.mixture import TaskStream
+from sensorium.data.mixture import TaskStream, a_few
 from sensorium.data.pictures import encode_png
 from sensorium.data.row_format import unread_notes
 from sensorium.data.rows import JsonlRows, ParquetRows, PassedRows
@@ -264,6 +264,19 @@ def test_columns_reach_into_objects_and_prompts_may_be_messages(jsonl: Callable[
     assert len(task.messages[2].media) == 1
     with pytest.raises(TaskError, match=r"train\.jsonl:2: there is no 'reward_model.ground_truth'"):
         jsonl(row, {**row, "reward_model": {}}, columns=columns)[1]
+
+
+def test_a_column_that_is_in_no_row_is_refused_with_those_there_are(jsonl: Callable[..., JsonlRows]) -> None:
+    row = {"q": "What?", "a": "x", "demonstration": "x"}
+    rows = jsonl(row, row, columns={"prompt": "question"})
+    with pytest.raises(TaskError, match=r"train\.jsonl:1: .* 'question' .*\. Known: a, demonstration, q\.$"):
+        rows[0]
+    assert a_few([rows]) == []
+    with pytest.raises(TaskError, match=r"none of 2 rows .* options"):
+        a_few([rows], on_bad_row="refuse")
+    some = jsonl({"question": "What?"}, row, columns={"prompt": "question"})
+    with pytest.raises(TaskError, match=r"train\.jsonl:2: .*tasks\.on_bad_row: skip"):
+        a_few([some], on_bad_row="refuse")
 
 
 def test_wrong_options_are_refused(jsonl: Callable[..., JsonlRows], tmp_path: Path, store: MediaStore) -> None:

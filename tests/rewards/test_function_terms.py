@@ -15,12 +15,12 @@ from sensorium.data.media_store import MediaStore
 from sensorium.recipe.registry import wrong_options
 from sensorium.rewards.function_terms import as_term, build_term
 from sensorium.rewards.reward_term import RewardContext
-from sensorium.rewards.scorer import Scorer
+from sensorium.rewards.scorer import Scorer, trial_notes
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.score import Score
-from sensorium.vocabulary.task import Task
+from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 MakeEpisode = Callable[..., Episode]
 HERE = "tests.rewards.test_function_terms"
@@ -199,3 +199,40 @@ def test_a_function_may_judge_a_whole_group(episode_of: MakeEpisode) -> None:
     scored = asyncio.run(scorer.score_group(Group("g", TASK, episodes))).episodes
     assert [e.scores[0].value for e in scored] == [0.0, 1.0, 1.0, 0.0]
     assert [e.scores[1].value for e in scored] == [1.0, 0.5, 0.5, None]
+
+
+def boom(task: Task, episode: Episode) -> float:
+    raise ValueError("boom")
+
+
+def picky(task: Task, episode: Episode) -> float:
+    return float(int(episode.response))
+
+
+def mistyped(task: Task, episode: Episode) -> float:
+    return len(episode.answer)  # type: ignore[attr-defined]
+
+
+def praise(task: Task, episode: Episode) -> str:
+    return "good"
+
+
+def lists(prompts: list[str], completions: list[str]) -> list[str]:
+    return ["good" for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "on_demonstration", "on_nothing"),
+    [(boom, True, False), (picky, False, False), (mistyped, True, True), (praise, True, True), (lists, True, True)],
+)
+def test_a_function_that_fails_on_a_demonstration_is_reported_before_a_run(
+    function: Any, on_demonstration: bool, on_nothing: bool
+) -> None:
+    terms = [(as_term(function), 1.0)]
+    for demonstration, fails in ((("7",), on_demonstration), ((), on_nothing)):
+        notes = list(trial_notes(terms, [Task("t7", (user("?"),), "7", demonstration=demonstration)] * 3))
+        assert len(notes) == fails
+        assert all("task t7" in note and terms[0][0].name in note for note in notes)
+    played = Task("e", environment=EnvironmentSpec("frozen_lake"), demonstration=("7",))
+    assert not list(trial_notes(terms, [played]))
+    assert not list(trial_notes([(terms[0][0], 0.0)], [Task("t7", (user("?"),), "7", demonstration=("7",))]))

@@ -35,6 +35,17 @@ def test_a_start_that_fails_prints_no_plan_and_leaves_no_folder(
     assert not (tmp_path / "runs").exists()
 
 
+def test_bad_rows_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    rows = [json.dumps({"q": "What?", "demonstration": "x"})] * 3
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    source = {"source": "jsonl", "options": {"path": str(tmp_path / "rows.jsonl"), "columns": {"prompt": "question"}}}
+    with pytest.raises(TaskError, match=r"none of 3 rows .*'question'.* Known: demonstration, q"):
+        train(small(tmp_path / "run", "model.path=./no_such_model", tasks={"train": [source]}))
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps({"question": "What?"}), rows[0]]))
+    with pytest.raises(TaskError, match=r"rows\.jsonl:2"):
+        train(small(tmp_path / "run", "model.path=./no_such_model", tasks={"train": [source]}))
+
+
 def test_the_folders_of_others_stay(tmp_path: Path) -> None:
     broken = {"train": [{"source": "jsonl", "options": {"path": "nowhere.jsonl"}}]}
     (tmp_path / "runs" / "other").mkdir(parents=True)

@@ -12,7 +12,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Message, user
-from sensorium.vocabulary.errors import NothingTrained
+from sensorium.vocabulary.errors import NothingTrained, TaskError
 from tests.trainer.small import small
 from tests.trainer.test_going_on import Notes
 
@@ -109,3 +109,20 @@ def test_prompts_that_an_environment_shows_are_told_as_well(schedule: str, tmp_p
     found = told(tmp_path / "run", *SCHEDULES[schedule], tasks=tasks, steps=2)
     assert len(found) == 2
     assert all("because its prompt is too long: task " in text for text in found)
+
+
+def test_an_answer_that_no_term_can_compare_with_makes_a_bad_row(tmp_path: Path) -> None:
+    ask = [{"role": "user", "content": "What?"}]
+    answers: list[Any] = ["a", {"a": 1}, True, [], ""]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": ask, "answer": a, "id": f"r{i}"}) for i, a in enumerate(answers)))
+    tasks = {"train": [{"source": "jsonl", "options": {"path": str(path)}}]}
+    exact = {"rewards": {"terms": [{"name": "exact"}]}, "steps": 4, "batch": {"prompts_per_step": 2, "group_size": 2}}
+    found = told(tmp_path / "run", tasks=tasks | {"on_bad_row": "skip"}, **exact)
+    named = [text for text in found if "cannot be read: task r" in text]
+    assert len(named) == 3, "and that there are more"
+    assert len(found) == 4
+    with pytest.raises(TaskError, match=r"task r[1-4]: .*tasks\.on_bad_row: skip"):
+        train(small(tmp_path / "refused", tasks=tasks, **exact))
+    own = exact | {"rewards": {"terms": [{"name": "tests.trainer.small:ByParity"}, {"name": "exact", "weight": 0}]}}
+    assert not told(tmp_path / "own", tasks=tasks | {"on_bad_row": "skip"}, **own)

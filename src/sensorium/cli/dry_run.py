@@ -16,7 +16,7 @@ from rich.syntax import Syntax
 
 from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unanswered, unfound
 from sensorium.data.media_store import MediaStore
-from sensorium.data.mixture import Side, TaskSource, TaskStream, a_few, make_source, make_sources
+from sensorium.data.mixture import Side, TaskSource, TaskStream, a_few, all_bad, make_source, make_sources, with_way_out
 from sensorium.data.planner import make_planner, without_history
 from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.models.tried_versions import untried
@@ -32,7 +32,8 @@ from sensorium.report.terminal import say
 from sensorium.rewards.function_terms import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
-from sensorium.rewards.reward_term import RewardContext, Term, without_answer
+from sensorium.rewards.reward_term import RewardContext, Term, refuse_unreadable, without_answer
+from sensorium.rewards.scorer import trial_notes
 from sensorium.trainer.health.start_checks import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import MediaError, RecipeError, SensoriumError, TaskError, UnknownJudge
@@ -157,6 +158,15 @@ def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE", seen: 
         refuse_without_demonstrations(recipe, few)
         yield from start_notes(recipe, few)
         yield from _long_demonstrations(recipe, few)
+        if recipe.steps:
+            for task in few:
+                try:
+                    refuse_unreadable(terms, task)
+                except TaskError as error:
+                    if section.on_bad_row == "refuse":
+                        raise with_way_out(error) from error
+                    yield f"tasks.train: {error} Such rows are skipped (tasks.on_bad_row)."
+            yield from trial_notes(terms, few)
         if recipe.steps and (problem := without_answer(terms, few)):
             weighty = [(term, weight) for term, weight in terms if weight]
             if all(task.answer is None for task in few) and without_answer(weighty, few):
@@ -252,15 +262,15 @@ def _look_at_sources(
         if opened is not None:
             opened.append(source)
         first = min(ROWS, len(source))
-        bad: list[str] = []
+        bad: list[TaskError | MediaError] = []
         tasks: list[Task] = []
         for row in range(first):
             try:
                 tasks.append(without_history(source, row, recipe.tasks.planner.name if opened is not None else ""))
             except (TaskError, MediaError) as error:
-                if recipe.tasks.on_bad_row == "refuse":
-                    raise
-                bad.append(str(error))
+                bad.append(error)
+        if bad and recipe.tasks.on_bad_row == "refuse":
+            raise bad[0] if tasks else all_bad(bad)
         for task in tasks:
             if task.environment is not None:
                 option, problem = wrong_options("environment", task.environment.name, task.environment.options)

@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -329,15 +328,25 @@ def find_row(sources: Sequence[TaskSource], wanted: str) -> tuple[int, int] | No
     return next((place for place in places if id_of(sources[place[0]], place[1]) == wanted), None)
 
 
-def a_few(sources: Sequence[TaskSource], each: int = 8) -> list[Task]:
-    """Up to ``each`` tasks of every source, evenly spread over its rows, without bad rows."""
+def a_few(sources: Sequence[TaskSource], each: int = 8, *, on_bad_row: Treatment = "skip") -> list[Task]:
+    """Up to ``each`` tasks of every source, evenly spread over its rows, without bad rows, or refusing them."""
     tasks: list[Task] = []
     for source in sources:
-        count = min(each, len(source))
+        count, bad = min(each, len(source)), list[TaskError | MediaError]()
         for i in range(count):
-            with suppress(TaskError, MediaError):
+            try:
                 tasks.append(source[i * (len(source) - 1) // max(1, count - 1)])
+            except (TaskError, MediaError) as error:
+                bad.append(error)
+        if bad and on_bad_row == "refuse":
+            raise with_way_out(bad[0]) if len(bad) < count else all_bad(bad)
     return tasks
+
+
+def all_bad(bad: Sequence[TaskError | MediaError]) -> TaskError:
+    """The error of a source of which no row that was looked at can be read: its options hardly fit it."""
+    rows = f"none of {len(bad)} rows that were looked at can be read" if len(bad) > 1 else ""
+    return TaskError(f"{rows}; do the source's options fit its rows? The first: {bad[0]}" if rows else str(bad[0]))
 
 
 def permuted(index: int, length: int, key: str) -> int:

@@ -132,7 +132,7 @@ class FlatRows:
         """The columns to read of those a file has."""
         wanted = {path.partition(".")[0] for path in self.columns.values()}
         for column in sorted(wanted - set(known)):
-            raise TaskError(f"{where}: there is no column '{column}'{nearest(column, list(known))}")
+            raise TaskError(f"{where}: there is no column '{column}'{nearest(column, list(known), cutoff=0.7)}")
         return sorted(wanted)
 
     def task(self, row: Mapping[str, Any], name: str, place: Place) -> Task:
@@ -303,7 +303,8 @@ def _reach(row: Mapping[str, Any], path: str, place: Place) -> Any:
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
             known = list(value) if isinstance(value, Mapping) else []
-            raise place.error(f"there is no '{path}' in this row{nearest(key, [str(k) for k in known])}")
+            there = nearest(key, [str(k) for k in known], cutoff=0.7) if known else "."
+            raise place.error(f"there is no '{path}' in this row{there}")
         value = value[key]
     return value
 

@@ -88,6 +88,7 @@ class _Function:
         self.version = getattr(function, "version", "")
         known = parameters.get("answer") if style == "completions" else None
         self.needs_answer = known is not None and known.default is Parameter.empty
+        self.given_context = "context" in kept  # the judges
         self._messages = bool(own.get("messages", False))
         self._function, self._style, self._options, self._parameters = function, style, kept, parameters
 

@@ -21,6 +21,7 @@ class RewardTerm(Protocol):
 
     - ``instant = True``: plain computation, which runs in place and is not cached. Without it a term is taken for slow.
     - ``needs_answer = True``: it cannot judge a task without an answer.
+    - ``check_task(task)``: raises TaskError for an answer that it could not compare with, which makes its row a bad one.
     - ``version``: changes whenever its judgements do, which are made once for equal content (``rewards/scorer.py``).
     - ``deterministic = False``: equal content may be judged differently.
     - ``caches_answers = True``: it asks judges, whose answers are cached by content. It is asked about every episode, so
@@ -135,11 +136,21 @@ def without_answer(terms: Sequence[tuple[Term, float]], tasks: Sequence[Task]) -
     )
 
 
+def refuse_unreadable(terms: Sequence[tuple[Term, float]], task: Task) -> None:
+    """Refuse a task whose answer a term with a weight could not compare with; one without an answer is another matter."""
+    for term, weight in terms:
+        check = getattr(term, "check_task", None)
+        if weight and check is not None and task.answer is not None:
+            check(task)
+
+
 def expected_answers(task: Task) -> tuple[str, ...]:
     """The answers that count as right: one, or any of a list. A task without an answer cannot be scored."""
     known = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
-    if not known or any(isinstance(answer, bool) or not isinstance(answer, str | int | float) for answer in known):
+    plain = all(isinstance(answer, str | int | float) and not isinstance(answer, bool) for answer in known)
+    if not known or not plain or "" in known:
         raise TaskError(
-            f"task {task.id}: the answer {task.answer!r:.80} is no text, number or list of these to compare with."
+            f"task {task.id}: the answer {task.answer!r:.80} is no text, number or list of these to compare with, or an "
+            "empty one."
         )
     return tuple(str(answer) for answer in known)

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import isawaitable
 from math import isfinite
@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeGuard, cast, get_args
 
 from sensorium.cluster.event_loop import first_error, side_by_side
-from sensorium.cluster.pool import CallOverdue, WorkerFailure, WorkerPool
+from sensorium.cluster.pool import CallOverdue, Worker, WorkerFailure, WorkerPool
 from sensorium.data.lru import LRU
+from sensorium.rewards.function_terms import FunctionTerm, GroupFunctionTerm
 from sensorium.rewards.judges.request import message_contents
 from sensorium.rewards.reward_term import ComparingTerm, GroupTerm, RewardTerm, Term
-from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
 from sensorium.vocabulary.errors import (
     JudgeOffline,
     JudgeRefusal,
@@ -469,6 +470,53 @@ def is_programming_error(error: BaseException) -> bool:
     if not isinstance(error, PROGRAMMING_ERRORS) or "NoneType" in words(error):
         return False
     return not (isinstance(error, SyntaxError) and str(error.filename or "<").startswith("<"))
+
+
+TRIALS, TRIAL_S = 3, 5.0  # tasks on which a function is tried at the start, and seconds that it may take
+
+
+def trial_notes(terms: Sequence[tuple[Term, float]], tasks: Sequence[Task]) -> Iterator[str]:
+    """A note for each function that fails on demonstrations of questions, or has an error in its code on an empty answer.
+
+    Functions that are given the judges are not asked, nor is any about tasks of environments, of whose episodes little is
+    known before one is played.
+    """
+    questions = [task for task in tasks if task.environment is None][:TRIALS]
+    worker = Worker("trial of rewards") if questions else None
+    for term, weight in terms:
+        if not weight or worker is None or not isinstance(term, FunctionTerm | GroupFunctionTerm) or term.given_context:
+            continue
+        for task in questions:
+            text = task.demonstration[0] if task.demonstration else ""
+            if problem := _tried(worker, term, task, text):
+                answer = "its demonstration" if text else "an empty answer"
+                yield (
+                    f"reward '{term.name}' fails on {answer}, tried with task {task.id}: {problem}. An episode without its "
+                    "score is not trained on. Mend the function; if only this trial fails, nothing needs to change."
+                )
+                break
+    if worker is not None:
+        worker.stop()
+
+
+def _tried(worker: Worker, term: Term, task: Task, text: str) -> str:
+    """Why a function gave no score to an answer; empty if it did, takes too long, or may ask for more than was tried."""
+    response = Segment("model", tuple(text.encode()) or (0,), text=text, logprobs=(0.0,) * max(1, len(text.encode())))
+    thread = Thread((Segment("environment", (0,)), response), (False, True))
+    turn = Turn(0, task.messages, response, 0, 1)
+    episode = Episode("trial", task.id, "trial", 0, (thread,), (turn,), Status.FINISHED)
+    call = worker.submit(lambda: asked_of(term, task, (episode,)), TRIAL_S)
+    if not call.wait(TRIAL_S):
+        return ""
+    if isinstance(call.error, RewardFailure | TaskError):
+        return ""
+    if call.error is not None:
+        return words(call.error) if text or is_programming_error(call.error) else ""
+    values = list(call.value) if judges_groups(term) and isinstance(call.value, list | tuple) else [call.value]
+    if len(values) != 1 or values[0] is None:
+        return "" if values == [None] else f"score_group must return one entry for each episode, not {shown(call.value)}"
+    _, error = attempt(scores_of, term.name, values[0], episode)
+    return "" if error is None else str(error)
 
 
 def judges_groups(term: Term) -> TypeGuard[GroupTerm]:

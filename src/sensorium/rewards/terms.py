@@ -92,11 +92,15 @@ class _Comparison:
         """True if an answer counts as the known one."""
         return bool(known == given)
 
-    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+    def check_task(self, task: Task) -> list[Any]:
+        """The known answers as they are compared; TaskError for one that cannot be."""
         known = [self.read(answer) for answer in expected_answers(task)]
         if None in known:
             raise TaskError(f"task {task.id}: the answer {task.answer!r:.80} {self.unreadable}.")
-        given = self._given(episode)
+        return known
+
+    def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
+        known, given = self.check_task(task), self._given(episode)
         right = given is not None and any(self.equal(answer, given) for answer in known)
         return (Score(self.name, float(right), correct=right),)
 
@@ -181,6 +185,10 @@ class Mathematics:
             )
         self.name, self.fallback = name, fallback
         self._pool = EquivalencePool(timeout_s, processes)
+
+    def check_task(self, task: Task) -> None:
+        """Refuse an answer that is no text or number; whether it is mathematics shows when it is compared."""
+        expected_answers(task)
 
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
         answers, given, right = expected_answers(task), self.extract(task, episode), False
@@ -348,6 +356,10 @@ class BoxIoU:
         if not 0 < threshold <= 1:
             raise RecipeError(f"reward '{name}': threshold must be above 0 and at most 1, not {threshold:g}.")
         self.name, self.threshold, self.fallback = name, threshold, fallback
+
+    def check_task(self, task: Task) -> None:
+        """Refuse an answer that is no box."""
+        known_boxes(task)
 
     def measure(self, one: Box, other: Box) -> float:
         return iou(one, other)

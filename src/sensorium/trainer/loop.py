@@ -81,7 +81,8 @@ class Trainer:
         self.recipe, self.session, self.learner = recipe, session, learner
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.metrics = MetricsFile(directory.metrics)
-        self.loader = TaskLoader(recipe.tasks, planner, session.rollout, watcher.noted)
+        terms = session.scorer.terms if recipe.steps else ()  # a warm start alone has no reward
+        self.loader = TaskLoader(recipe.tasks, planner, session.rollout, watcher.noted, terms)
         self.meter, self.categories = MediaMeter(session), CategoryAccuracy()
         self.collector = Collector(recipe, session, self.loader, ledger, watcher)
         self.schedule = make_schedule(recipe, self.collector, lambda: Clock(session, self._announce_ahead))

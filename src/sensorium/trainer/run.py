@@ -21,7 +21,7 @@ from sensorium.cluster.event_loop import run_async
 from sensorium.cluster.ray_host import found_cluster
 from sensorium.data.media_store import FilesRead
 from sensorium.data.mixture import a_few, each_once, make_sources, resolve_epochs
-from sensorium.data.planner import make_planner
+from sensorium.data.planner import CausalSource, make_planner
 from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.evaluation.evaluate import Variant, measure
 from sensorium.recipe.algorithm_checks import cautions
@@ -32,6 +32,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.report.page import write_report
 from sensorium.report.tables import disk_note
 from sensorium.report.watcher import Watcher, Watchers
+from sensorium.rewards.scorer import trial_notes
 from sensorium.runs.checkpoint_layout import listed_files, refuse_foreign
 from sensorium.runs.durable import cannot_write, full_disk_error, read_rows, refuse_full
 from sensorium.runs.ledger import Ledger
@@ -111,17 +112,19 @@ def open_trainer(
             early.noted(joined)
         for note in cluster_notes(recipe, gpus=torch.cuda.is_available()):
             early.noted(note)
+    # Rows are read before the model, which may take minutes to load.
+    stream = make_stream(recipe, store)
+    planner = make_planner(recipe.tasks.planner, stream, store)
+    sources = make_sources(recipe.tasks, "evaluate", store)
+    held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
+    needs_history = any(isinstance(source, CausalSource) for source in stream.sources)
+    few = a_few(stream.sources, on_bad_row="skip" if resume or needs_history else recipe.tasks.on_bad_row)
+    refuse_without_demonstrations(recipe, few)
     with _closed_if_it_fails() as closings:
         session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
         closings.append(lambda _: session.close())
         if recipe.cluster.shared and session.processes:
             early.noted(f"{len(session.processes)} of them are up; the learner's ranks come last")
-        stream = make_stream(recipe, session.store)
-        planner = make_planner(recipe.tasks.planner, stream, session.store)
-        sources = make_sources(recipe.tasks, "evaluate", session.store)
-        held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
-        few = a_few(stream.sources)
-        refuse_without_demonstrations(recipe, few)
         refuse_strange_tasks(session, [*held_out, *few])
         unanswered = refuse_unanswered(session, few if recipe.steps else (), held_out)  # a warm start alone has no reward
         sampling = session.policy.chat.media_format.frame_rule.sampling
@@ -155,6 +158,8 @@ def open_trainer(
             beyond = context_note(recipe, plan.model) if plan.model is not None else ""
             for note in (*cautions(recipe), *filter(None, [beyond]), *start_notes(recipe, few), *long, *unanswered):
                 watcher.noted(note)
+            for note in trial_notes(session.scorer.terms, few) if recipe.steps else ():
+                watcher.attention(f"ATTENTION: {note}")
         learner = (make_learner or _learner_maker(recipe))(recipe, session, directory, saved)
         closings.append(lambda _: learner.close())
         trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)

@@ -23,6 +23,7 @@ from sensorium.data.planner import GroupOutcome, PlannedTasks, Planner
 from sensorium.data.row_format import placeholder_notes
 from sensorium.learner.saved_state import not_plain
 from sensorium.recipe.schema import RolloutSection, TasksSection
+from sensorium.rewards.reward_term import Term, refuse_unreadable
 from sensorium.rewards.scorer import task_digest
 from sensorium.rollout.live import media_of
 from sensorium.rollout.play import Rollout
@@ -211,11 +212,17 @@ class SingleDraw:
 
 
 class TaskLoader:
-    """Draws tasks that can be played: media are readable, and the prompt leaves room for a response."""
+    """Draws tasks that can be played: media and answers are readable, and the prompt leaves room for a response."""
 
     def __init__(
-        self, section: TasksSection, planner: Planner, rollout: Rollout, noted: Callable[[str], None] = lambda text: None
+        self,
+        section: TasksSection,
+        planner: Planner,
+        rollout: Rollout,
+        noted: Callable[[str], None] = lambda text: None,
+        terms: Sequence[tuple[Term, float]] = (),
     ) -> None:
+        self._terms = terms
         self.section, self.planner, self.rollout = section, planner, rollout
         self.drawn = 0  # rows since the run began, skipped ones included
         self._notes = SkipNotes(noted)
@@ -345,9 +352,10 @@ class TaskLoader:
                 for item in media_of(task.messages):
                     if item in errors:
                         raise errors[item]
+                refuse_unreadable(self._terms, task)
                 self.rollout.check_prompt(task, section)
                 fitting.append(task)
-            except (PromptTooLong, MediaError) as error:
+            except (TaskError, MediaError) as error:
                 long = isinstance(error, PromptTooLong)
                 if (self.section.on_long_prompt if long else self.section.on_bad_row) == "refuse":
                     raise with_way_out(error) from error

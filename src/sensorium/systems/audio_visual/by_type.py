@@ -36,6 +36,10 @@ class AccuracyByType:
         if default and plain(default) not in COMPARE:
             raise RecipeError(f"reward '{name}': there is no type '{default}'{nearest(default, list(COMPARE))}")
 
+    def check_task(self, task: Task) -> None:
+        """Refuse an answer that is no text or number."""
+        expected_answers(task)
+
     def score(self, task: Task, episode: Episode) -> tuple[Score, ...]:
         """One score; a missing answer scores 0."""
         kind = str(task.metadata.get("type", self.default))
