@@ -61,5 +61,6 @@ class Gate:
 
 def sweep(shared: str, *arguments: str) -> int:
     """The command, with runs that are forks of the tests' server."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in a shell's background it is ignored
     with ForkServer(shared=Path(shared)) as server, forked_python(server):
         return main(["sweep", *arguments])

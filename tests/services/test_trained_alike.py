@@ -13,7 +13,7 @@ from tests.recipes import parsed, quick
 from .running import make_table, serving
 
 OPTIONS = {"max_turns": 3, "max_solution": 2, "cell": 16}
-MEASURED_ANEW = ("time/", "wait/", "throughput/", "memory/", "media/", "latency/", "environment/hung")
+MEASURED_ANEW = ("time/", "wait/", "throughput/", "memory/", "media/", "latency/", "environment/hung", "environment/places")
 """Metrics of the machine and of the threads in which environments are called, not of what was played and learned."""
 
 

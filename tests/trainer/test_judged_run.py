@@ -46,7 +46,7 @@ def recipe_of(run: Path, *urls: str, **judges: Any) -> Any:
 
 
 def rewards(run: Path, *folders: str) -> list[list[float | None]]:
-    paths = [path for folder in folders or ("episodes", "eval") for path in sorted((run / folder).rglob("*.jsonl"))]
+    paths = [path for folder in folders or ("episodes", "eval") for path in sorted((run / folder).glob("*.jsonl"))]
     assert paths
     return [[episode.reward for episode in group.episodes] for path in paths for group in read_groups(path)]
 
@@ -103,7 +103,7 @@ def test_costs_of_training_and_evaluation_are_told_apart(healthy: tuple[Path, Ju
 
 def test_what_was_said_of_one_evaluation_is_not_told_of_another(healthy: tuple[Path, JudgeServer]) -> None:
     run, _ = healthy
-    groups = [group for path in sorted((run / "eval").rglob("*.jsonl")) for group in read_groups(path)]
+    groups = [group for path in sorted((run / "eval").glob("step_*.jsonl")) for group in read_groups(path)]
     episodes = [episode for group in groups for episode in group.episodes]
     assert len({episode.id for episode in episodes}) == len(episodes) == 2 * 4
     for episode in episodes:

@@ -35,7 +35,7 @@ COMMANDS = {
     "migrate": "make a recipe of another trainer's script or settings",
     "plan": "forecast a recipe on other hardware: memory, speed, cost",
     "validate": "check environments, tools, rewards and data, without a model",
-    "show": "a task as the model sees it: prompt, tokens, media, demonstration and its rewards",
+    "show": "show a task as the model sees it: prompt, media, rewards",
     "play": "act as the policy yourself, in the terminal",
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
     "compare": "compare models, runs or groups of seeds on the same tasks",
