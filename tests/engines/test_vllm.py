@@ -365,7 +365,8 @@ def float32_delta_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen2_audio", "qwen2_5_omni", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_5", "qwen3_5_moe"]
+    "family",
+    ["llama", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_5", "qwen3_5_moe"],
 )
 def test_logprobs_of_a_family_are_the_policys_before_and_after_a_push(
     family: str, tmp_path: Path, float32_delta_nets: None

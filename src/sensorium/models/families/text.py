@@ -68,4 +68,4 @@ class Qwen3(TextModel):
 class Llama(TextModel):
     """``LlamaForCausalLM``: Llama, SmolLM2 and others of its architecture."""
 
-    facts: ClassVar[FamilyFacts] = FamilyFacts("Llama", TEXT, chat_template(SHOWN, system=True))
+    facts: ClassVar[FamilyFacts] = FamilyFacts("Llama", TEXT, chat_template(SHOWN, system=True), vllm=True)
