@@ -26,7 +26,7 @@ from tests.general_checkpoints import GENERAL, WINDOWS, siglip, square, text, wr
 
 RESULT = Path(__file__).parent / "results" / "general_path.json"
 RUNS = Path("runs")
-SEEDS = (0, 1)
+SEEDS = (0, 1, 2)
 SIDE, TOKENS = 32, 16  # pixels of a side of a picture, and tokens that it takes
 VARIANTS = (*SAMPLED_AND_GREEDY, Variant("blank", 1.0, {"picture": "blank"}))
 PICTURES = {"picture_size": 64, "size": 4096}
