@@ -55,6 +55,7 @@ HELD_OUT = {
     "shapes": [{"source": "shapes", "options": {"split": "test", "size": 8, "picture_size": 64}}],
     "sight_and_sound": [{"source": "sight_and_sound", "options": {"split": "test", "size": 4}}],
 }
+PICTURES = {"crop": [0.8, 1.0], "brightness": [0.8, 1.2], "blur": [0.0, 1.0]}
 
 
 def small(name: str, task: str, **changes: Any) -> str:
@@ -78,7 +79,7 @@ RESUMED = {
     "single turn, with KL": small(
         "single",
         "shapes",
-        tasks={"evaluate": HELD_OUT["shapes"]},
+        tasks={"evaluate": HELD_OUT["shapes"], "augment": {"picture": PICTURES}},
         batch={"updates_per_epoch": 2},
         algorithm={"kl": {"coef": 0.01}},
         optimizer={"warmup_steps": 2, "schedule": "cosine"},
@@ -131,7 +132,7 @@ RESUMED = {
         "shapes",
         steps=3,
         model={"lora": {"rank": 4, "groups": ["vision", "language"]}},
-        tasks={"evaluate": HELD_OUT["shapes"]},
+        tasks={"evaluate": HELD_OUT["shapes"], "augment": {"picture": PICTURES}},
         batch={"updates_per_epoch": 2},
         algorithm={"kl": {"coef": 0.01}, "loss": {"aggregation": "token_mean"}},
         optimizer={"lr": 1e-3, "group_lr": {"vision": 2e-3}},
@@ -150,7 +151,7 @@ RESUMED = {
         "clips",
         "sight_and_sound",
         model={"freeze": ["audio"]},
-        tasks={"evaluate": HELD_OUT["sight_and_sound"]},
+        tasks={"evaluate": HELD_OUT["sight_and_sound"], "augment": {"sound": {"noise": [10, 30]}, "video": {"jitter": 1}}},
         media={"cache_gib": 0.0005, "memory_gib": 0.001},
         batch={"updates_per_epoch": 2},
         algorithm={"kl": {"coef": 0.01}},

@@ -70,6 +70,17 @@ def test_a_task_is_shown_with_its_tokens_media_and_rewards(recipe: str, capsys: 
     assert np.allclose(np.asarray(Image.open("out/picture_1.png")), (200, 30, 30), atol=1)
 
 
+def test_augmented_media_are_shown_beside_the_originals(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", recipe, "tasks.augment={picture: {brightness: 0.5}, sound: {gain: -6}}", "--out", "out"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("augmented: brightness 0.5") == shown.count("augmented: gain -6.0") == 1
+    names = {file.name for file in Path("out").iterdir()}
+    assert {"picture_1.png", "picture_1_original.png", "sound_1.wav", "sound_1_original.wav", "video_1.png"} <= names
+    assert "video_1_original.png" not in names
+    for name, colour in (("picture_1_original", (200, 30, 30)), ("picture_1", (100, 15, 15))):
+        assert np.allclose(np.asarray(Image.open(f"out/{name}.png")), colour, atol=1)
+
+
 def test_ids_and_numbers_choose_tasks_and_the_media_of_the_last_one_are_gone(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

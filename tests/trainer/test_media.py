@@ -15,7 +15,7 @@ import pytest
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.models.policy import Policy
-from sensorium.runs.episodes import read_episodes
+from sensorium.runs.episodes import read_episodes, read_groups
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.checkpoint import replay
@@ -81,6 +81,29 @@ def test_each_clip_of_a_world_is_decoded_once_however_many_turns_and_episodes_sh
     assert all(len(e.turns) == 3 and e.status == Status.FINISHED for e in episodes_of(tmp_path / "run"))
     media = shown(tmp_path / "run")
     assert counted(rows, "decoded") == len(media) <= 4 + 2
+
+
+def test_a_group_is_shown_one_augmented_prompt_that_is_trained_and_evaluation_none(tmp_path: Path) -> None:
+    augment = {"sound": {"gain": [-6, -1], "noise": 20}, "video": {"jitter": 0.9}}
+    run(tmp_path / "run", **EPOCHS | {"tasks": EPOCHS["tasks"] | {"augment": augment}})
+    groups: dict[str, set[tuple[Media, ...]]] = {}
+    for step in (1, 2, 3):
+        for group in read_groups(tmp_path / f"run/episodes/step_{step:06d}.jsonl"):
+            spans = [
+                [s.media for thread in e.threads for part in thread.segments for s in part.media] for e in group.episodes
+            ]
+            groups[group.id] = {tuple(seen) for seen in spans}
+            for seen in spans:
+                assert [item.augmentation for item in seen] == [item.augmentation for item in group.task.messages[0].media]
+    assert len(groups) == 9
+    assert all(len(seen) == 1 for seen in groups.values())
+    media = [item for seen in groups.values() for prompt in seen for item in prompt]
+    assert all(item.augmentation is not None for item in media)
+    assert len({item.key for item in media}) == len(media), "each draw has changes of its own"
+    held_out = [e for path in (tmp_path / "run").glob("eval/*.jsonl") for _, _, e in read_episodes(path)]
+    spans = [s for e in held_out for thread in e.threads for segment in thread.segments for s in segment.media]
+    assert spans
+    assert all(span.media.augmentation is None for span in spans)
 
 
 def test_a_later_run_finds_the_decoded_clips_of_a_shared_folder(tmp_path: Path) -> None:

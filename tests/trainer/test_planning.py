@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sensorium.data.augmentation import augmented_task
 from sensorium.data.mixture import TaskStream
 from sensorium.data.planner import GroupOutcome, MixturePlanner, PlannedTasks
 from sensorium.recipe.load import parse_recipe
@@ -181,6 +182,29 @@ def test_a_draw_of_another_size_than_what_was_read_ahead_begins_where_it_would_h
     for draw in draws[::-1]:  # each can be drawn again by itself, in any order
         trainer.loader.load_state_dict(draw.before)
         assert asyncio.run(trainer.loader.draw_each(1))[0].task == draw.task
+    trainer.close()
+
+
+def test_tasks_are_augmented_by_their_number_in_the_run_however_they_are_drawn(tmp_path: Path) -> None:
+    shapes = {"train": [{"source": "shapes", "options": {"size": 4}}], "augment": {"picture": {"crop": [0.5, 0.9]}}}
+    recipe = planned(tmp_path / "run", "mixture", tasks=shapes, model={"path": "package:shapes", "device": "cpu"})
+    trainer = open_trainer(recipe, RunDirectory(tmp_path / "run").create())
+    loader, section = trainer.loader, recipe.tasks.augment
+    assert section is not None
+    assert isinstance(loader.planner, MixturePlanner)
+    expected = [
+        augmented_task(task, section, recipe.seed, row) for row, task in enumerate(loader.planner.stream.draw(0, 8).tasks)
+    ]
+    assert len({media.key for task in expected for media in task.messages[0].media}) == 8, "four rows, drawn twice"
+
+    async def draw() -> list[Task]:
+        loader.look_ahead(2)  # which is dropped, as another number is drawn
+        drawn = [*(await loader.draw(3)).tasks]
+        loader.look_ahead(2)
+        drawn += (await loader.draw(2)).tasks
+        return drawn + [task for one in await loader.draw_each(3) if (task := one.task) is not None]
+
+    assert asyncio.run(draw()) == expected
     trainer.close()
 
 

@@ -1,12 +1,14 @@
 """Show one task as the model will see it, without loading weights: the rendered prompt with its special tokens, tokens by
 kind of medium, the media after resizing and sampling (as files), and the demonstration with what each reward term gives.
 
-Of a task that is played in an environment: its first observation, by its seed, and the turns of its demonstration.
+Of a task that is played in an environment: its first observation, by its seed, and the turns of its demonstration. Media
+of a training task that the recipe augments are shown twice: as they are, and augmented as in one draw.
 """
 
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from PIL import Image
 from rich.text import Text as Styled
 
 from sensorium.cli.play import chosen_tasks
+from sensorium.data.augmentation import augmented_task
 from sensorium.data.sound import encode_wav
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import RolloutSection
@@ -53,6 +56,8 @@ def run(arguments: Namespace) -> int:
         store = open_store(recipe)
         found = chosen_tasks(recipe, store, arguments, 1, bar)
         (task,) = found.tasks
+        if found.side == "train" and recipe.tasks.augment is not None:
+            task = augmented_task(task, recipe.tasks.augment, recipe.seed, found.number)
         page = Page(arguments.out or Path("runs") / "show" / recipe.name)
         page.head(task, f"tasks.{found.side}, number {found.number}")
         if found.note:
@@ -195,6 +200,11 @@ class Page:
     def _medium(self, session: "ModelFreeSession", media: Media) -> None:
         self._counts[media.kind] += 1
         name = f"{media.kind}_{self._counts[media.kind]}"
+        if media.augmentation is not None:
+            self._version(session, replace(media, augmentation=None), f"{name}_original")
+        self._version(session, media, name)
+
+    def _version(self, session: "ModelFreeSession", media: Media, name: str) -> None:
         try:
             draw = {"picture": self._picture, "video": self._video, "sound": self._sound}[media.kind]
             facts, files = draw(session, media, name)

@@ -27,7 +27,7 @@ from sensorium.data.container import BadClip, library
 from sensorium.data.lru import LRU
 from sensorium.data.media_files import MIB
 from sensorium.data.media_store import MediaStore
-from sensorium.data.sound import DecodedAudio, decode_audio
+from sensorium.data.sound import DecodedAudio, augmented_sound, decode_audio
 from sensorium.data.video import DecodedVideo, decode_video
 from sensorium.runs.durable import drafted
 from sensorium.vocabulary.content import Media
@@ -290,9 +290,10 @@ def decode(store: MediaStore, media: Media) -> Clip:
     source = store.source_of(media)
     try:
         if isinstance(media.parameters, VideoParameters):
-            return decode_video(source, media.parameters, media.name, store.limits)
+            return decode_video(source, media.parameters, media.name, store.limits, media.augmentation)
         assert isinstance(media.parameters, AudioParameters), "a picture has no parameters"
-        return decode_audio(source, media.parameters, media.name, store.limits)
+        sound = decode_audio(source, media.parameters, media.name, store.limits)
+        return sound if media.augmentation is None else augmented_sound(sound, media.augmentation)
     finally:
         store.source_of(media)
 

@@ -12,13 +12,15 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
 
+from sensorium.data.augmentation import changed_picture
 from sensorium.data.lru import LRU
 from sensorium.data.media_files import MIB, MediaLimits, busy, file_state, open_regular, read_bytes, unreadable
-from sensorium.data.pictures import decode_picture
+from sensorium.data.pictures import decode_picture, encode_png
 from sensorium.runs.durable import drafted
 from sensorium.vocabulary.content import Media, MediaKind
 from sensorium.vocabulary.decoding import Parameters
@@ -176,12 +178,20 @@ class MediaStore:
         return data
 
     def picture(self, media: Media) -> Image.Image:
-        """The decoded picture (RGB), decoded once while it is in use. Shared: do not draw on it."""
-        image = self._pictures.get(media.hash)
+        """The decoded picture (RGB), as it is augmented, decoded once while it is in use. Shared: do not draw on it."""
+        image = self._pictures.get(media.key)
         if image is None:
-            image = self._decoded(self.bytes_of(media), media.name)
-            self._pictures.add(media.hash, image)
+            if media.augmentation is None:
+                image = self._decoded(self.bytes_of(media), media.name)
+            else:
+                image = changed_picture(self.picture(replace(media, augmentation=None)), media.augmentation)
+            self._pictures.add(media.key, image)
         return image
+
+    def shown_bytes(self, media: Media) -> bytes:
+        """The file that shows a medium to others: its own bytes, or a PNG of what a picture is augmented to."""
+        augmented = media.kind == "picture" and media.augmentation is not None
+        return encode_png(self.picture(media)) if augmented else self.bytes_of(media)
 
     def _decoded(self, data: bytes, origin: str) -> Image.Image:
         with self._counting:

@@ -3,7 +3,7 @@
 import wave
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from io import BytesIO
 from itertools import pairwise
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from sensorium.data.augmentation import changed_samples
 from sensorium.data.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.data.media_files import MediaLimits
-from sensorium.vocabulary.decoding import AudioParameters
+from sensorium.vocabulary.decoding import AudioParameters, Augmentation
 
 
 def encode_wav(samples: np.ndarray, sample_rate: int = 16000) -> bytes:
@@ -102,6 +103,18 @@ def decode_audio(source: Source, parameters: AudioParameters, name: str, limits:
     if (peak := float(np.abs(samples).max())) > LOUDEST:
         raise BadClip(name, f"the sound has samples of {peak:.3g}, and full scale is 1. Restore the file, or scale it.")
     return DecodedAudio(samples, rate, length, start, end)
+
+
+def augmented_sound(sound: DecodedAudio, asked: Augmentation) -> DecodedAudio:
+    """A decoded sound at another speed (and pitch), louder or softer, with noise."""
+    samples, rate = sound.samples, sound.sample_rate
+    if asked.speed != 1:
+        frame = library().AudioFrame.from_ndarray(np.ascontiguousarray(samples[None]), format="flt", layout="mono")
+        frame.sample_rate = max(1, round(rate * asked.speed))
+        resampler = _Resampler(rate)
+        parts = [_mean(made) for part in (frame, None) for made in resampler(part)]
+        samples = np.concatenate(parts) if parts else samples[:1]
+    return replace(sound, samples=changed_samples(samples, asked))
 
 
 def _refuse_long(name: str, start: float, end: float, rate: int, limits: MediaLimits) -> None:

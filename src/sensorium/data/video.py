@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from sensorium.data.augmentation import jitters
 from sensorium.data.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.data.frame_sizes import frame_size
 from sensorium.data.media_files import MediaLimits
-from sensorium.vocabulary.decoding import FrameRule, VideoParameters, resolved_value
+from sensorium.vocabulary.decoding import Augmentation, FrameRule, VideoParameters, resolved_value
 
 LEAST_FRAMES = 2
 NEMO_RL_SECONDS_PER_FRAME = 0.5
@@ -113,7 +114,13 @@ class DecodedVideo:
         return self.frames.nbytes + self.times_s.nbytes + self.indices.nbytes
 
 
-def decode_video(source: Source, parameters: VideoParameters, name: str, limits: MediaLimits | None = None) -> DecodedVideo:
+def decode_video(
+    source: Source,
+    parameters: VideoParameters,
+    name: str,
+    limits: MediaLimits | None = None,
+    augmentation: Augmentation | None = None,
+) -> DecodedVideo:
     """Sample a video given as bytes or a path; ``name`` (file, row) is its name in errors."""
     limits = limits or MediaLimits()
     parameters = parameters.resolved(FrameRule())  # values that a family resolved stay
@@ -124,8 +131,10 @@ def decode_video(source: Source, parameters: VideoParameters, name: str, limits:
         _refuse(name, limits.refuse_decoded(3 * frame_count(parameters, start, end)))
         times = sampled_times(parameters, start, end)
         numbers, each = None, (end - start) / len(times)
+        if (moved := jitters(len(times), augmentation)) is not None:
+            times = times + moved * each
     else:
-        numbers, times, each = _by_number(source, parameters, name)
+        numbers, times, each = _by_number(source, parameters, name, augmentation)
         _refuse(name, limits.refuse_decoded(3 * len(numbers)))
     for seek in (True, False):  # the second time if the container's index led past a frame
         with opened(source, name, "video") as container:
@@ -153,7 +162,9 @@ def sampled_times(parameters: VideoParameters, start: float, end: float) -> np.n
     return start + (np.arange(count, dtype=np.float64) + 0.5) * ((end - start) / count)
 
 
-def _by_number(source: Source, parameters: VideoParameters, name: str) -> tuple[np.ndarray, np.ndarray, float]:
+def _by_number(
+    source: Source, parameters: VideoParameters, name: str, augmentation: Augmentation | None
+) -> tuple[np.ndarray, np.ndarray, float]:
     """The frames to take: their numbers, moments at which each is shown, seconds each represents.
 
     The file is read through for it, not decoded.
@@ -177,6 +188,10 @@ def _by_number(source: Source, parameters: VideoParameters, name: str) -> tuple[
         indices, each = sampled(parameters, len(begins), fps)
     except ValueError as error:
         raise BadClip(name, f"the frames cannot be sampled: {error}.") from error
+    moved = jitters(len(indices), augmentation)
+    if moved is not None and len(indices) > 1:  # by whole frames, rounded towards none: no two meet, none leaves the part
+        shifts = np.trunc(moved * np.diff(indices).min()).astype(np.int64)
+        indices = np.clip(indices + shifts, indices[0], indices[-1])
     ends = np.array([*begins[1:], begins[-1] + 1 / fps])
     return indices, ((np.array(begins) + ends) / 2)[indices], each
 

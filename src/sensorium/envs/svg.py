@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sensorium.data.media_store import MediaStore
-from sensorium.data.pictures import decode_picture, encode_png
+from sensorium.data.pictures import encode_png
 from sensorium.envs.actions import (
     ActionTurn,
     PlayedTurn,
@@ -287,7 +287,7 @@ class SvgDrawing(TurnEnvironment):
         if media.kind != "picture":
             raise EnvironmentFailure(f"svg: a {media.kind} cannot be drawn; the row needs a picture.")
         try:
-            picture = decode_picture(self.store.bytes_of(media), media.name)
+            picture = self.store.picture(media).copy()
         except MediaError as error:
             raise EnvironmentFailure(str(error)) from error
         picture.thumbnail((self.side, self.side))

@@ -65,6 +65,68 @@ class PlannerSection(Section):
     _from_name = named
 
 
+def _pair(given: Any) -> Any:
+    if isinstance(given, list):
+        if len(given) != 2:
+            raise ValueError(f"a range [from, to], not of {len(given)} numbers")
+        return tuple(given)
+    return (given, given) if isinstance(given, int | float) and not isinstance(given, bool) else given
+
+
+def _within(low: float, high: float) -> AfterValidator:
+    """A range from ``low`` to ``high`` at most."""
+
+    def checked(given: tuple[float, float] | None) -> tuple[float, float] | None:
+        if given is not None and not low <= given[0] <= given[1] <= high:
+            raise ValueError(f"a range [from, to] between {low:g} and {high:g}, not [{given[0]:g}, {given[1]:g}]")
+        return given
+
+    return AfterValidator(checked)
+
+
+Range = Annotated[tuple[float, float] | None, BeforeValidator(_pair)]  # [from, to]; one number is short for both
+
+
+class PictureAugmentSection(Section):
+    """How pictures are changed. Nothing is flipped or turned: left and right stay what a question means by them."""
+
+    crop: Annotated[Range, _within(0.05, 1)] = Field(
+        default=None, description="side of a random part, as a share; enlarged to the old size"
+    )
+    brightness: Annotated[Range, _within(0, 4)] = Field(default=None, description="factor, as [0.8, 1.2]")
+    contrast: Annotated[Range, _within(0, 4)] = Field(default=None, description="factor")
+    saturation: Annotated[Range, _within(0, 4)] = Field(default=None, description="factor; 0 is grey")
+    blur: Annotated[Range, _within(0, 64)] = Field(
+        default=None, description="radius of a Gaussian blur in pixels of the picture"
+    )
+
+
+class SoundAugmentSection(Section):
+    """How sounds are changed, but not those that are interleaved with a video's frames."""
+
+    speed: Annotated[Range, _within(0.25, 4)] = Field(
+        default=None, description="factor of speed and pitch; below 1 a sound gets longer"
+    )
+    gain: Annotated[Range, _within(-60, 30)] = Field(default=None, description="decibels; cut at full scale")
+    noise: Annotated[Range, _within(-20, 100)] = Field(default=None, description="white noise: signal to noise in decibels")
+
+
+class VideoAugmentSection(Section):
+    """How the frames that are taken of a video are changed."""
+
+    jitter: Annotated[Range, _within(0, 1)] = Field(
+        default=None, description="share of the gap between frames by which each may move"
+    )
+
+
+class AugmentSection(Section):
+    """Random changes of the media in the messages of training tasks, for each draw of a task; docs/guides/media.md."""
+
+    picture: PictureAugmentSection | None = Field(default=None, description="of pictures")
+    sound: SoundAugmentSection | None = Field(default=None, description="of sounds")
+    video: VideoAugmentSection | None = Field(default=None, description="of videos")
+
+
 class TasksSection(Section):
     """Tasks to train on and to evaluate on. Bad rows and over-long prompts are refused, or skipped and counted."""
 
@@ -79,6 +141,9 @@ class TasksSection(Section):
     )
     shuffle: bool = Field(default=True, description="pass through each source in a new order every epoch")
     planner: PlannerSection = Field(default=PlannerSection(), description="what decides which task comes next")
+    augment: AugmentSection | None = Field(
+        default=None, description="random changes of pictures, sounds and videos in training; docs/guides/media.md"
+    )
 
 
 class JudgeEndpointSection(Section):

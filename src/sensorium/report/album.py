@@ -15,7 +15,7 @@ from PIL import Image
 from sensorium.data.decoder import Decoder
 from sensorium.data.media_files import HEAD_BYTES, mime_type
 from sensorium.data.media_store import MediaStore
-from sensorium.data.sound import DecodedAudio
+from sensorium.data.sound import DecodedAudio, encode_wav
 from sensorium.data.video import DecodedVideo
 from sensorium.runs.episodes import TRANSCRIPTS, read_transcripts
 from sensorium.vocabulary.content import Media
@@ -109,7 +109,12 @@ def _caption(media: Media, clip: DecodedVideo | DecodedAudio, shown: int) -> str
     else:
         given = f"{part} at {clip.sample_rate / 1000:g} kHz"
     name = f"<span>{escape(media.origin)}</span>" if media.origin else ""
-    return f"<figcaption>{given}{name}</figcaption>"
+    return f"<figcaption>{given}{name}{_changes(media)}</figcaption>"
+
+
+def _changes(media: Media) -> str:  # how a medium was augmented for training
+    changed = media.augmentation
+    return "" if changed is None else f'<span class="augmented">augmented: {escape(changed.description)}</span>'
 
 
 class Album:
@@ -148,9 +153,9 @@ class Album:
         return f'<svg width="0" height="0" class="album" aria-hidden="true"><defs>{images}</defs></svg>'
 
     def _picture(self, media: Media) -> str:
-        id = f"m{media.hash[:16]}"
+        id = f"m{media.hash[:16]}{media.key[len(media.hash) :]}"
         if id not in self._pictures:
-            data, picture = self.store.bytes_of(media), self.store.picture(media)
+            data, picture = self.store.shown_bytes(media), self.store.picture(media)
             format = Image.open(BytesIO(data)).format or ""
             if len(data) <= PLAIN_BYTES and max(picture.size) <= PIXELS and format in TYPES:
                 uri = _data_uri(TYPES[format], data)
@@ -163,15 +168,19 @@ class Album:
         _, width, height = self._pictures[id]
         return (
             f'<svg class="picture" viewBox="0 0 {width} {height}" role="img" '
-            f'aria-label="picture {media.hash[:8]}, {width} by {height} pixels"><use href="#{id}"/></svg>'
+            f'aria-label="picture {media.hash[:8]}, {width} by {height} pixels"><use href="#{id}"/></svg>{_changes(media)}'
         )
 
     def _clip(self, media: Media) -> str:
-        size = self.store.size_of(media) * 4 // 3  # in base64
+        heard = media.kind == "sound" and media.augmentation is not None  # which no file has
+        data = self._wav(media) if heard else b""
+        size = (len(data) if heard else self.store.size_of(media)) * 4 // 3  # in base64
         embed = size <= min(self.left, CLIP_BYTES)
         if embed:
             self.left -= size
-        if embed or self.store.folder is not None:
+        if heard and embed:
+            shown = f'<audio controls src="{_data_uri("audio/wav", data)}"></audio>'
+        elif not heard and (embed or self.store.folder is not None):
             shown = _player(self.store, media, embed)
         else:
             shown = _absent(media, NO_ROOM)
@@ -179,6 +188,11 @@ class Album:
             seen = self._seen.get(_asked(media), media)
             self._given[media] = "".join(self._as_given(part) for part in seen.parts)
         return f'<figure class="clip {media.kind}">{shown}{self._given[media]}</figure>'
+
+    def _wav(self, media: Media) -> bytes:
+        sound = self.decoder.get(media)
+        assert isinstance(sound, DecodedAudio)
+        return encode_wav(sound.samples, sound.sample_rate)
 
     def _as_given(self, media: Media) -> str:
         try:
@@ -206,7 +220,8 @@ def _asked(media: Media) -> tuple[Any, ...]:
     asked = media.parameters
     if not isinstance(asked, VideoParameters):
         return (media,)
-    return (media.hash, asked.frames, asked.fps, asked.start, asked.end, asked.max_frames, asked.use_audio_in_video)
+    part = (asked.frames, asked.fps, asked.start, asked.end, asked.max_frames, asked.use_audio_in_video)
+    return (media.hash, media.augmentation, *part)
 
 
 def _absent(media: Media, why: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from sensorium.runs.durable import read_rows, rewrite_rows, write_rows
 from sensorium.runs.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.content import USUAL, Media, Message, Text
-from sensorium.vocabulary.decoding import parameters_from, parameters_to_data
+from sensorium.vocabulary.decoding import Augmentation, parameters_from, parameters_to_data
 from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Routes, Segment, Status, Thread, Turn, VersionSpan
 from sensorium.vocabulary.errors import RecordError
 from sensorium.vocabulary.score import Score
@@ -335,13 +335,16 @@ def _messages_from_json(data: list[Json]) -> tuple[Message, ...]:
 
 def _media_to_json(media: Media) -> Json:
     asked = None if media.parameters is None else parameters_to_data(media.parameters)
-    return {"kind": media.kind, "hash": media.hash} | _sparse(origin=media.origin, parameters=asked)
+    changed = None if media.augmentation is None else parameters_to_data(media.augmentation)
+    return {"kind": media.kind, "hash": media.hash} | _sparse(origin=media.origin, parameters=asked, augmentation=changed)
 
 
 def _media_from_json(data: Json) -> Media:
     kind = USUAL.get(data["kind"])
     asked = None if kind is None else parameters_from(kind, data.get("parameters", {}), logged=True)
-    return Media(data["kind"], data["hash"], data.get("origin", ""), asked)
+    changed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.get("augmentation", {}).items()}
+    augmentation = Augmentation(**changed) if changed else None
+    return Media(data["kind"], data["hash"], data.get("origin", ""), asked, augmentation)
 
 
 def _sparse(**fields: Any) -> Json:

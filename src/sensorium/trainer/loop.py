@@ -82,7 +82,7 @@ class Trainer:
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.metrics = MetricsFile(directory.metrics)
         terms = session.scorer.terms if recipe.steps else ()  # a warm start alone has no reward
-        self.loader = TaskLoader(recipe.tasks, planner, session.rollout, watcher.noted, terms)
+        self.loader = TaskLoader(recipe.tasks, planner, session.rollout, watcher.noted, terms, recipe.seed)
         self.meter, self.categories = MediaMeter(session), CategoryAccuracy()
         self.collector = Collector(recipe, session, self.loader, ledger, watcher)
         self.schedule = make_schedule(recipe, self.collector, lambda: Clock(session, self._announce_ahead))

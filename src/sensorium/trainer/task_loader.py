@@ -12,10 +12,11 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sensorium.data.augmentation import augmented_task
 from sensorium.data.media_files import open_regular
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import SkippedRow, TaskSource, none_left, with_way_out
@@ -221,8 +222,9 @@ class TaskLoader:
         rollout: Rollout,
         noted: Callable[[str], None] = lambda text: None,
         terms: Sequence[tuple[Term, float]] = (),
+        seed: int = 0,
     ) -> None:
-        self._terms = terms
+        self._terms, self._seed = terms, seed
         self.section, self.planner, self.rollout = section, planner, rollout
         self.drawn = 0  # rows since the run began, skipped ones included
         self._notes = SkipNotes(noted)
@@ -263,7 +265,7 @@ class TaskLoader:
         """``count`` draws of one task each, whose media are prepared together; more of them if no task can be played."""
         found: list[SingleDraw] = []
         while not any(draw.task for draw in found):
-            planned = await asyncio.wrap_future(self._reader.submit(self._plan_each, count))
+            planned = await asyncio.wrap_future(self._reader.submit(self._plan_each, count, self.drawn))
             fitting, unfit = await self.fitting([task for _, drawn in planned for task in drawn.tasks])
             fits, reasons = {id(task) for task in fitting}, iter(unfit)
             for before, drawn in planned:
@@ -295,7 +297,7 @@ class TaskLoader:
         if self._observes:
             return
         before = deepcopy(self._planner_state())
-        reading = self._reader.submit(self._plan, count)
+        reading = self._reader.submit(self._plan, count, self.drawn)
         reading.add_done_callback(self._request)
         self._ahead = _DrawAhead(count, before, reading)
 
@@ -408,14 +410,18 @@ class TaskLoader:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.count == count:
             return ahead.reading
-        return self._reader.submit(self._plan, count, None if ahead is None else ahead.before)
+        return self._reader.submit(self._plan, count, self.drawn, None if ahead is None else ahead.before)
 
-    def _plan_each(self, count: int) -> list[tuple[dict[str, Any], PlannedTasks]]:
+    def _plan_each(self, count: int, row: int) -> list[tuple[dict[str, Any], PlannedTasks]]:
         """Draws of one task each, with the loader's state before each."""
-        return [(deepcopy(self.state_dict()), self._plan(1)) for _ in range(count)]
+        found = []
+        for _ in range(count):
+            found.append((deepcopy(self.state_dict()), self._plan(1, row)))
+            row += 1 + len(found[-1][1].skipped)
+        return found
 
-    def _plan(self, count: int, before: dict[str, Any] | None = None) -> PlannedTasks:
-        """The planner's draw, from the state ``before`` if given; checked to be ``count`` tasks."""
+    def _plan(self, count: int, row: int, before: dict[str, Any] | None = None) -> PlannedTasks:
+        """The planner's draw, from the state ``before`` if given: ``count`` tasks, numbered from ``row`` on."""
         if before is not None:  # as if nothing had been drawn ahead
             self._asked("load_state_dict", self.planner.load_state_dict, before)
         drawn = self._asked("draw", self.planner.draw, count)
@@ -426,7 +432,11 @@ class TaskLoader:
             )
         if len(drawn.tasks) != count:
             raise TaskError(f"planner '{name}': draw({count}) returned {len(drawn.tasks)} tasks; return as many as asked.")
-        return drawn
+        section = self.section.augment
+        if section is None:
+            return drawn
+        tasks = (augmented_task(task, section, self._seed, row + i) for i, task in enumerate(drawn.tasks))
+        return replace(drawn, tasks=tuple(tasks))
 
     def _asked(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
         """Call the planner; whatever it raises becomes one paragraph."""

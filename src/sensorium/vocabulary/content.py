@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from sensorium.vocabulary.decoding import AudioParameters, FrameRule, Parameters, VideoParameters
+from sensorium.vocabulary.decoding import AudioParameters, Augmentation, FrameRule, Parameters, VideoParameters
 
 MediaKind = Literal["picture", "video", "sound"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -21,12 +21,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Media:
-    """One picture, video or sound: sha256 of its bytes, and decoding parameters. ``origin`` (path, row) is for messages."""
+    """One picture, video or sound: sha256 of its bytes, decoding parameters, and how it is augmented.
+
+    ``origin`` (path, row) is for messages.
+    """
 
     kind: MediaKind
     hash: str
     origin: str = field(default="", compare=False)
     parameters: Parameters | None = None
+    augmentation: Augmentation | None = None
 
     def __post_init__(self) -> None:
         usual = USUAL.get(self.kind)
@@ -36,10 +40,11 @@ class Media:
 
     @cached_property
     def key(self) -> str:
-        """Identity as text: the hash of a picture; hash and parameters of a video or sound."""
-        if self.parameters is None:
+        """Identity as text: the hash of a picture; hash and parameters of a video or sound, or of what is augmented."""
+        changed = [repr(part) for part in (self.parameters, self.augmentation) if part is not None]
+        if not changed:
             return self.hash
-        return f"{self.hash}-{hashlib.blake2b(repr(self.parameters).encode(), digest_size=8).hexdigest()}"
+        return f"{self.hash}-{hashlib.blake2b(''.join(changed).encode(), digest_size=8).hexdigest()}"
 
     @property
     def sound(self) -> "Media | None":
@@ -68,8 +73,9 @@ class Media:
 
     @property
     def name(self) -> str:
-        """Its name in an error: its origin, or the head of its hash."""
-        return self.origin or self.hash[:12]
+        """Its name in an error: its origin, or the head of its hash; and how it is augmented."""
+        name = self.origin or self.hash[:12]
+        return name if self.augmentation is None else f"{name} (augmented: {self.augmentation.description})"
 
 
 Block = Text | Media

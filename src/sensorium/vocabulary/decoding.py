@@ -121,6 +121,33 @@ class AudioParameters:
         _trim(self)
 
 
+@dataclass(frozen=True)
+class Augmentation:
+    """What is changed of one medium after it is decoded (``tasks.augment``); part of its identity, as parameters are.
+
+    ``crop`` is (left, top, side), shares of width and height; ``gain`` and ``noise`` (signal to noise) are decibels;
+    ``jitter`` is the share of the gap between two frames by which each may move. ``seed``: of noise and jitter.
+    """
+
+    crop: tuple[float, float, float] | None = None
+    brightness: float = 1.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+    blur: float = 0.0
+    speed: float = 1.0
+    gain: float = 0.0
+    noise: float | None = None
+    jitter: float = 0.0
+    seed: int = 0
+
+    @property
+    def description(self) -> str:
+        """What is changed, for people: ``crop 0.05 0.1 0.9, blur 0.4``."""
+        changed = parameters_to_data(self)
+        changed.pop("seed", None)
+        return ", ".join(f"{k} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in changed.items())
+
+
 Parameters = VideoParameters | AudioParameters
 Number = TypeVar("Number", int, float)
 Some = TypeVar("Some", bound=VideoParameters | AudioParameters)
@@ -141,7 +168,7 @@ def parameters_from(kind: type[Some], given: Mapping[str, Any], *, logged: bool 
     return kind(**given)
 
 
-def parameters_to_data(parameters: Parameters) -> dict[str, Any]:
+def parameters_to_data(parameters: Parameters | Augmentation) -> dict[str, Any]:
     """Parameters that differ from the defaults, as plain data."""
     usual = type(parameters)()
     names = [field.name for field in fields(parameters)]

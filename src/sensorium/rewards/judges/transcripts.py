@@ -105,4 +105,7 @@ class Transcripts:
 
 
 def _block(block: Block) -> dict[str, str]:
-    return {"text": block.text} if isinstance(block, Text) else {"media": block.kind, "hash": block.hash}
+    if isinstance(block, Text):
+        return {"text": block.text}
+    changed = {} if block.augmentation is None else {"augmentation": block.augmentation.description}
+    return {"media": block.kind, "hash": block.hash, **changed}

@@ -100,7 +100,7 @@ def _parts(block: Block, store: MediaStore | None, video: str) -> list[dict[str,
     if store is None:
         raise MediaError(f"a judge is to be shown the {block.kind} '{block.name}', and there is no store that holds it.")
     if block.kind == "picture":
-        data = store.bytes_of(block)
+        data = store.shown_bytes(block)
         return [{"type": "image_url", "image_url": {"url": _data_url(data, mime_type(data[:64], "picture"))}}]
     parts: list[dict[str, Any]] = []
     if block.kind == "video" and video == "file":

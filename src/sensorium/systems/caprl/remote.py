@@ -237,7 +237,7 @@ class RemoteReward:
             held: dict[str, Any] = {"questions": [question.to_json() for question in questions_of(task)]}
         else:
             media = described(task)
-            data = self._store.bytes_of(media)
+            data = self._store.shown_bytes(media)
             held = {media.kind: f"data:{mime_type(data[:64], media.kind)};base64,{base64.b64encode(data).decode()}"}
         wanted = {"transcripts": True} if self._transcripts is not None else {}
         return {"mode": self.mode, "items": [{"caption": caption, **held} for caption in captions], **wanted}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from sensorium.data.augmentation import augmentation_notes
 from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import Recipe
 from sensorium.trainer.health.rules import LARGEST_RATE
@@ -24,7 +25,8 @@ def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None
 
 
 def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
-    """Notes about likely mistakes."""
+    """Notes about likely mistakes; an augmentation of which nothing can come is refused."""
+    yield from augmentation_notes(recipe.tasks.augment, tasks) if tasks else ()
     lacking = [task for task in tasks if not has_demonstration(task)] if recipe.warm_start.steps else []
     if lacking:
         yield (
