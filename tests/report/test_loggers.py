@@ -1,8 +1,10 @@
 """Optional loggers write what they are told, and say what to install when they cannot."""
 
 import json
+import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +17,13 @@ from sensorium.recipe.schema import LoggingSection
 from sensorium.report.watcher import RunStart
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import NothingTrained, SensoriumError
+
+
+@pytest.fixture(autouse=True)
+def _no_service_named() -> Iterator[None]:
+    """wandb sets this variable for child processes; CapRL's settings read all of wandb's."""
+    yield
+    os.environ.pop("WANDB_SERVICE", None)
 
 
 def test_tensorboard_gets_every_scalar_of_every_step(tmp_path: Path) -> None:
