@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import sensorium as sn
+from sensorium.runs.episodes import read_episodes
 from studies.pages import blocks, commands, follow
 
 START = Path(__file__).parents[1] / "docs/start"
@@ -39,8 +40,14 @@ def test_the_digits_tutorial_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_environment_tutorial_runs(tmp_path: Path) -> None:
     follow(ENVIRONMENT, tmp_path, shortened)
-    assert sn.Run(tmp_path / "runs/walk").metrics["step"] == [1, 2]
+    run = sn.Run(tmp_path / "runs/walk")
+    assert run.metrics["step"] == [1, 2]
     assert sn.Run(tmp_path / "runs/walk_on").metrics["step"] == [1, 2]
+    played = read_episodes(tmp_path / "runs/walk/episodes/step_000002.jsonl")
+    turns = [turn for _, _, episode in played for turn in episode.turns]
+    invalid = [turn.response.text.strip() not in ("up", "down", "left", "right") for turn in turns]
+    assert [not turn.info["valid"] for turn in turns] == invalid
+    assert run.metrics["environment/invalid_share"][-1] == pytest.approx(sum(invalid) / len(invalid))
 
 
 @pytest.mark.parametrize("page", [DIGITS, ENVIRONMENT], ids=lambda page: page.stem)
