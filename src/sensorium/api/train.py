@@ -4,10 +4,10 @@ import asyncio
 import contextvars
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from sensorium.api.recipes import recipe_of
 from sensorium.api.run import Run, Table
@@ -23,7 +23,8 @@ from sensorium.runs.checkpoint_layout import CheckpointFolder
 from sensorium.runs.durable import read_rows
 from sensorium.runs.run_directory import RunDirectory, lock_run
 from sensorium.trainer.run_claim import Fork, go_on
-from sensorium.vocabulary.errors import RecipeError
+from sensorium.vocabulary.content import MediaKind
+from sensorium.vocabulary.errors import RecipeError, nearest
 
 Result = TypeVar("Result")
 LOOK_S = 0.1
@@ -185,6 +186,7 @@ def evaluate(
     greedy: bool = True,
     samples: int = 1,
     limit: int = 0,
+    blank: MediaKind | Sequence[MediaKind] = (),
     out: str | Path | None = None,
     fresh: bool = False,
     show: bool = True,
@@ -192,8 +194,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate on a recipe's or run's held-out tasks: ``model``, else the run's best checkpoint, else the recipe's model.
 
-    Greedy by default, else at ``evaluation.temperature``. An evaluation that was interrupted continues when it is called
-    again; ``fresh`` removes it. ``show``: print progress.
+    Greedy by default, else at ``evaluation.temperature``. ``blank``: kinds of media ("picture", "video", "sound") that are
+    shown grey or silent. An evaluation that was interrupted continues when it is called again; ``fresh`` removes it.
+    ``show``: print progress.
     """
     from sensorium.evaluation.evaluate import Progress, evaluate_into
 
@@ -205,10 +208,15 @@ def evaluate(
         raise RecipeError("tasks.evaluate names no source, so there is nothing to evaluate on.")
     wanted = model.directory if isinstance(model, Run) else model
     path = evaluated_model(None if wanted is None else str(wanted), checked, None if run is None else run.directory)
-    folder = Path(out) if out is not None else default_folder(checked, path)
+    kinds = (blank,) if isinstance(blank, str) else tuple(blank)
+    if unknown := [kind for kind in kinds if kind not in get_args(MediaKind)]:
+        raise RecipeError(
+            f"blank: there is no kind of media '{unknown[0]}'{nearest(str(unknown[0]), list(get_args(MediaKind)))}"
+        )
+    folder = Path(out) if out is not None else default_folder(checked, path, kinds)
 
     def play(progress: Progress | None) -> dict[str, Any]:
-        return outside_loop(lambda: evaluate_into(folder, checked, path, fresh=fresh, progress=progress))
+        return outside_loop(lambda: evaluate_into(folder, checked, path, blank=kinds, fresh=fresh, progress=progress))
 
     if not show:
         return Evaluation(play(None), folder)

@@ -6,6 +6,7 @@ Samples, summary and table go to a folder. A killed evaluation goes on when its 
 import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import get_args
 
 from sensorium.cli.dry_run import show_dry_run
 from sensorium.cli.train import tie_note
@@ -15,6 +16,7 @@ from sensorium.report.console import EvaluationBar
 from sensorium.report.tables import print_grid, summary_grid
 from sensorium.report.terminal import Terminal, say
 from sensorium.runs.durable import write_whole
+from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.errors import RecipeError, RecordError
 
 
@@ -32,6 +34,13 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="sample at T; default: evaluation.temperature")
     parser.add_argument("--samples", type=int, metavar="K", help="samples a task; default: evaluation.samples")
     parser.add_argument("--limit", type=int, metavar="N", help="tasks at most, 0 for all; default: evaluation.limit")
+    parser.add_argument(
+        "--blank",
+        action="append",
+        default=[],
+        choices=get_args(MediaKind),
+        help="show every picture or video grey, or every sound silent: do they matter? May be repeated",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="the folder; default: in the run, else runs/eval_…")
     parser.add_argument("--fresh", action="store_true", help="forget what the folder holds of an earlier evaluation")
     parser.add_argument("--chunk", type=int, default=128, metavar="N", help="tasks played at once, at most (128)")
@@ -59,13 +68,14 @@ def run(arguments: Namespace) -> int:
     from sensorium.evaluation.evaluate import evaluate_into
     from sensorium.evaluation.folder import costs_line
 
-    folder = arguments.out or default_folder(recipe, model)
+    folder = arguments.out or default_folder(recipe, model, arguments.blank)
     say(f"evaluating {model} into {folder}", console)
     if tie := tie_note(Path(arguments.model or arguments.recipe)):
         say(tie, console)
     with EvaluationBar(console) as bar:
         try:
-            summary = evaluate_into(folder, recipe, model, chunk=arguments.chunk, fresh=arguments.fresh, progress=bar.tell)
+            asked = {"blank": arguments.blank, "chunk": arguments.chunk, "fresh": arguments.fresh}
+            summary = evaluate_into(folder, recipe, model, **asked, progress=bar.tell)
         except RecordError as error:  # a run would be gone on with
             raise RecordError(str(error).replace("go on with --resume", "ask again: what was done stays")) from error
     print_grid(summary_grid(summary), console)

@@ -39,7 +39,7 @@ Name = tuple[str, int]  # a task's id, and which of its occurrences in the list 
 Tasks = dict[Name, list[Sample]]
 Interval = tuple[float, float]
 EXPERIMENT = "experiment.json"
-SAMPLING = ("temperature", "samples", "max_new_tokens", "max_context_tokens")
+SAMPLING = ("temperature", "samples", "max_new_tokens", "max_context_tokens", "blanked")
 # What does not make two runs of different settings.
 NO_SETTING = ("name", "run_dir", "seed", "threads", "logging", "checkpoint", "media", "health", "cluster")
 
@@ -437,9 +437,12 @@ def _notes(found: Mapping[str, Any], a: Side, b: Side) -> Iterator[str]:
     if a.members[0].is_run or b.members[0].is_run:
         return
     single = len(a.members) == len(b.members) == 1
-    for name in ("temperature", "samples", "seed")[: 3 if single else 2]:
+    for name in ("temperature", "samples", "blanked", "seed")[: 4 if single else 3]:
         one, other = ({**side.members[0].sampling, "seed": side.members[0].seed}[name] for side in (a, b))
-        if one != other:
+        if one != other and name == "blanked":
+            kinds = (" and ".join(f"{kind}s" for kind in side or ()) or "nothing" for side in (one, other))
+            yield "Shown blank were {} to A and {} to B.".format(*kinds)
+        elif one != other:
             yield f"Not only the model differs: {name} is {one} for A and {other} for B."
     claims = [EvaluationFolder(side.members[0].path).claimed()["weights"] for side in (a, b)]
     if claims[0] == claims[1]:

@@ -7,8 +7,8 @@ same samples whichever were played before it in this process.
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from sensorium.recipe.plan import CLIPS_AT_ONCE
 from sensorium.recipe.schema import Recipe, RolloutSection
 from sensorium.report.tables import markdown, summary_grid
 from sensorium.rewards.scorer import GroupScoring, Scorer
+from sensorium.rollout.blanking import blanking, refuse_unseen
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import task_to_json
+from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import PromptTooLong, TaskError
 from sensorium.vocabulary.task import Task
@@ -185,15 +187,24 @@ def measure(recipe: Recipe, model_path: str, variants: Sequence[Variant]) -> tup
 
 
 def evaluate_into(
-    path: Path, recipe: Recipe, model: str, *, chunk: int = 128, fresh: bool = False, progress: Progress | None = None
+    path: Path,
+    recipe: Recipe,
+    model: str,
+    *,
+    blank: Collection[MediaKind] = (),
+    chunk: int = 128,
+    fresh: bool = False,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Evaluate a model on the recipe's held-out tasks by its section ``evaluation``; returns the summary that is written.
 
-    An evaluation that was begun in the folder continues; one of something else is refused. ``fresh`` removes it.
+    An evaluation that was begun in the folder continues; one of something else is refused. ``fresh`` removes it. Media of
+    the kinds in ``blank`` are shown blank.
     """
     folder = EvaluationFolder(path)
     section = recipe.evaluation
-    claim = _claim(recipe, chunk)
+    blanked = sorted(set(blank))
+    claim = _claim(recipe, chunk, blanked)
     if not fresh:
         folder.refuse_other(claim)  # before the model is loaded
     with model_session(recipe, model, folder.path) as session:
@@ -202,6 +213,7 @@ def evaluate_into(
         if not tasks:
             raise TaskError("tasks.evaluate: its sources have no tasks, so there is nothing to evaluate on.")
         session.rollout.refuse_strange(tasks)
+        refuse_unseen(blanked, tasks)
         digested = "\n".join(json.dumps(task_to_json(task), sort_keys=True, default=str) for task in tasks)
         digest = hashlib.blake2b(digested.encode(), digest_size=16).hexdigest()
         claim |= {
@@ -214,9 +226,11 @@ def evaluate_into(
             folder.clear()
         warn_if_changed(folder.take(claim)["surroundings"])
         with folder.journal() as journal, lasting_objects():
-            run_async(_play(folder, journal, session, recipe, tasks, chunk, progress or (lambda done, of: None)))
+            playing = replace(session, rollout=blanking(blanked, session.rollout)) if blanked else session
+            run_async(_play(folder, journal, playing, recipe, tasks, chunk, progress or (lambda done, of: None)))
             summary = summarize_samples(folder.read_so_far(), _name(recipe), table_columns(sources))
             summary |= {"skipped": len(skipped), "model": model, "temperature": section.temperature, "seed": recipe.seed}
+            summary |= {"blanked": blanked} if blanked else {}
             folder.finish(summary, markdown(summary_grid(summary)))
     if summary["missing"] == summary["episodes"]:
         first = next((row["failure"] for row in read_rows(folder.samples) if row.get("failure")), "no term gave a score")
@@ -276,7 +290,7 @@ def _name(recipe: Recipe) -> str:
     return "greedy" if recipe.evaluation.temperature == 0 else "sampled"
 
 
-def _claim(recipe: Recipe, chunk: int) -> dict[str, Any]:
+def _claim(recipe: Recipe, chunk: int, blanked: list[MediaKind]) -> dict[str, Any]:
     """The parts of recipe and settings that determine the samples."""
     section = recipe.evaluation
     data, played = recipe.model_dump(mode="json"), recipe.held_out_rollout.model_dump(mode="json")
@@ -288,6 +302,7 @@ def _claim(recipe: Recipe, chunk: int) -> dict[str, Any]:
             "limit": section.limit,
             "seed": recipe.seed,
             "chunk": chunk,
+            **({"blanked": blanked} if blanked else {}),
         },
         "recipe": {
             "family": recipe.model.family,

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from sensorium.recipe.schema import Recipe
 from sensorium.runs.checkpoint_layout import checkpoint_of_run
 from sensorium.runs.durable import flush, read_json, read_rows, to_line, write_all, write_whole, writing
 from sensorium.runs.run_directory import RunDirectory
+from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.errors import CheckpointError, RecordError
 from sensorium.vocabulary.plain import differences
 
@@ -32,13 +33,14 @@ def evaluated_model(given: str | None, recipe: Recipe, source: Path | None) -> s
     return given if given is not None else recipe.model.path
 
 
-def default_folder(recipe: Recipe, model: str) -> Path:
+def default_folder(recipe: Recipe, model: str, blank: Collection[MediaKind] = ()) -> Path:
     """The default folder of an evaluation: in the run a checkpoint belongs to, else runs/eval_…"""
     section, path = recipe.evaluation, Path(model)
     drawn = "greedy" if section.temperature == 0 else f"t{section.temperature:g}"
     many = f"_x{section.samples}" if section.samples > 1 else ""
     limit = f"_first{section.limit}" if section.limit else ""
-    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', path.name)}_{drawn}{many}{limit}"
+    hidden = "".join(f"_blank_{kind}" for kind in sorted(set(blank)))
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', path.name)}_{drawn}{many}{limit}{hidden}"
     run = RunDirectory(path.parent.parent)
     if path.parent.name == run.checkpoints.name and run.exists():
         return run.path / "evaluations" / name

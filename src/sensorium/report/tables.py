@@ -358,6 +358,8 @@ def _notes(summary: Summary) -> list[str]:
             f"{majority_text(summary, 'given')}; the tasks have {summary['majority']['different']:,}, most often "
             f"{majority_text(summary)}: what always giving that one would score."
         )
+    if summary.get("blanked"):
+        notes.append(f"{' and '.join(f'{kind}s' for kind in summary['blanked'])} shown blank (--blank).")
     if summary.get("skipped"):
         notes.append(f"{counted(summary['skipped'], 'bad row')} skipped (tasks.on_bad_row).")
     return notes

@@ -1,61 +1,10 @@
-"""The sight check sees what an environment shows through a veil, whether its methods are plain or async."""
-
-import asyncio
-from typing import Any
+"""What the sight check compares, and on which tasks."""
 
 import pytest
 
-from sensorium.envs.protocol import Observation, StepResult
 from sensorium.runs.metrics import SightResult
-from sensorium.trainer.health.sight import _compared, blanked, spread
-from sensorium.vocabulary import Episode, Group, Message, Score, Segment, Status, Task, Turn, system, user
-
-
-class Veil:
-    """Blanks by replacing whatever is shown."""
-
-    def messages(self, messages: Any) -> tuple[Message, ...]:
-        return tuple(user("blank") for _ in messages)
-
-
-class Plain:
-    def reset(self, seed: int) -> Any:
-        return (system("head"),), Observation((user("picture"),))
-
-    def step(self, response: str) -> Any:
-        return StepResult(Observation((user("picture"),)), reward=0.5, info={"said": response})
-
-    def close(self) -> Any:
-        self.closed = True
-
-
-class Later(Plain):
-    async def reset(self, seed: int) -> Any:
-        return super().reset(seed)
-
-    async def step(self, response: str) -> Any:
-        return super().step(response)
-
-    async def close(self) -> Any:
-        super().close()
-
-
-@pytest.mark.parametrize("environment", [Plain(), Later()], ids=["plain", "async"])
-def test_what_an_environment_shows_is_blanked_and_what_it_pays_is_not(environment: Any) -> None:
-    watched = blanked(environment, Veil().messages)
-    assert getattr(watched, "instant", False) is False
-
-    async def call(method: Any, *arguments: Any) -> Any:
-        returned = method(*arguments)
-        return await returned if asyncio.iscoroutine(returned) else returned
-
-    head, observation = asyncio.run(call(watched.reset, 0))
-    result = asyncio.run(call(watched.step, "left"))
-    assert [message.text for message in (*head, *observation.messages)] == ["blank", "blank"]
-    assert result.observation.messages[0].text == "blank"
-    assert (result.reward, result.info) == (0.5, {"said": "left"})
-    asyncio.run(call(watched.close))
-    assert environment.closed
+from sensorium.trainer.health.sight import _compared, spread
+from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Turn
 
 
 @pytest.mark.parametrize(("correct", "measure", "shown"), [(True, "accuracy", 1.0), (None, "mean reward", -0.25)])

@@ -4,19 +4,16 @@ Invariant: the run does not notice. Tasks are played greedily, the engine is ref
 into no ledger step and no metrics but ``sight/…``.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sensorium.assembly.session import Session
-from sensorium.data.made_media import blank, muted
 from sensorium.data.mixture import permuted
-from sensorium.envs.protocol import Environment, Observation, StepResult, WatchedEnvironment
 from sensorium.evaluation.evaluate import evaluate
 from sensorium.recipe.schema import Recipe
+from sensorium.rollout.blanking import blanking
 from sensorium.runs.metrics import SightResult
-from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Group
 from sensorium.vocabulary.task import Task
 
@@ -41,7 +38,7 @@ async def check_sight(
         messages += [m for group in shown for e in group.episodes for turn in e.turns for m in turn.observation]
         results = []
         for kind in sorted({part.kind for message in messages for item in message.media for part in item.parts}):
-            without = replace(session, rollout=Blanking(kind, session).rollout)
+            without = replace(session, rollout=blanking([kind], session.rollout))
             occasion = f"{at}_without_{kind}"
             blanked = await evaluate(without, recipe, few, **greedy, occasion=occasion, progress=begin(len(few)))
             results.append(_compared(kind, shown, blanked.groups))
@@ -54,54 +51,6 @@ def spread(tasks: Sequence[Task], most: int) -> list[Task]:
     """At most ``most`` tasks, drawn at random: every sixteenth task, say, may be of one kind where kinds take turns."""
     count = min(most, len(tasks))
     return [tasks[i] for i in sorted(permuted(place, len(tasks), "sight") for place in range(count))]
-
-
-class Blanking:
-    """Environments whose observations have media of one kind blanked, and a rollout that plays in them."""
-
-    def __init__(self, kind: str, session: Session) -> None:
-        self.kind, self.session = kind, session
-        self.rollout = copy.copy(session.rollout)
-        self.rollout.make_environment = self.make_environment
-        self._make = session.rollout.make_environment
-        self._blanks: dict[Media, Media] = {}
-
-    def make_environment(self, task: Task) -> WatchedEnvironment:
-        """The task's own environment, seen without the kind."""
-        return blanked(self._make(task), self.messages)
-
-    def messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Messages with the kind blanked."""
-        return tuple(
-            Message(
-                message.role, tuple(self._block(block) if isinstance(block, Media) else block for block in message.content)
-            )
-            for message in messages
-        )
-
-    def _block(self, media: Media) -> Media:
-        make = blank if media.kind == self.kind else muted if self.kind == "sound" and media.sound is not None else None
-        if make is None:
-            return media
-        if media not in self._blanks:
-            shown = self.session.rollout.chat.shown(media)
-            self._blanks[media] = make(shown, self.session.policy.chat.decoder, self.session.store)
-        return self._blanks[media]
-
-
-def blanked(inner: Environment, hide: Callable[[Sequence[Message]], tuple[Message, ...]]) -> WatchedEnvironment:
-    """An environment whose observations are changed by ``hide``."""
-
-    def first(begun: tuple[tuple[Message, ...], Observation]) -> tuple[tuple[Message, ...], Observation]:
-        head, observation = begun
-        return hide(head), replace(observation, messages=hide(observation.messages))
-
-    def following(result: StepResult) -> StepResult:
-        if not isinstance(result, StepResult) or result.observation is None:
-            return result
-        return replace(result, observation=Observation(hide(result.observation.messages)))
-
-    return WatchedEnvironment(inner, first, following)
 
 
 def _compared(kind: str, shown: Sequence[Group], blanked: Sequence[Group]) -> SightResult:
