@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
+from sensorium.envs.checked_results import checked_step
 from sensorium.envs.protocol import StepResult
 from sensorium.recipe.registry import build, parameters_of, resolve, table
-from sensorium.rollout.live import checked_step
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import RecipeError

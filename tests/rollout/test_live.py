@@ -12,12 +12,13 @@ from PIL import Image
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.scripted import ScriptedEngine
+from sensorium.envs.checked_results import checked_step
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection
-from sensorium.rollout.live import checked_step, refuse_strange_environments
+from sensorium.rollout.live import refuse_strange_environments
 from sensorium.rollout.play import Attempt, Deadlines, Rollout
 from sensorium.vocabulary import EnvironmentSpec, Episode, Message, Status, Task, system, user
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError

@@ -100,10 +100,10 @@ def test_an_episode_is_rolled_again_when_its_worker_dies_and_fails_when_a_second
     episode = play(policy, lambda task: Losing(deaths), max_turns=5)
     assert (episode.status, [turn.reward for turn in episode.turns]) == (Status.FINISHED, [1.0, 1.0])
     deaths = ["killed"] * 9
-    with pytest.warns(UserWarning, match=r"task \S+: 2 environment workers were lost while they played it"):
+    with pytest.warns(UserWarning, match=r"task \S+: 2 environment processes were lost while they played it"):
         episode = play(policy, lambda task: Losing(deaths), max_turns=5)
     assert episode.status == Status.FAILED
-    assert "a second environment worker was lost while it played this episode's task" in episode.failure
+    assert "a second environment process was lost while it played this episode's task" in episode.failure
     assert len(deaths) == 7, "each of them costs a worker"
 
 

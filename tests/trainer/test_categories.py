@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from sensorium.data.media_store import MediaStore
+from sensorium.envs.checked_results import checked_reset
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.question import RowsEnvironment
 from sensorium.envs.remote.isolated import IsolatedEnvironment
 from sensorium.envs.remote.wire import reset_from_json, reset_to_json
 from sensorium.evaluation.summary import Sample, summarize_samples
 from sensorium.recipe.checks import wrong_metric
-from sensorium.rollout.live import checked_reset
 from sensorium.runs.episodes import read_groups
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory

@@ -12,6 +12,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream, make_sources
 from sensorium.engines.protocol import Sampling
 from sensorium.envs.protocol import Environment
+from sensorium.envs.remote.instances import START_S, InstancePool, poolable
 from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
 from sensorium.rewards.function_terms import build_term
@@ -72,10 +73,13 @@ def make_stream(recipe: Recipe, store: MediaStore) -> TaskStream:
 
 
 class EnvironmentMaker:
-    """Builds the environment a task is played in: its own, here or in a worker, or the single-turn question."""
+    """Builds the environment a task is played in: its own, here, in a worker or of a pool, or the single-turn question."""
 
-    def __init__(self, store: MediaStore, workers: "EnvironmentWorkers | None" = None) -> None:
-        self.store, self.workers = store, workers
+    def __init__(
+        self, store: MediaStore, workers: "EnvironmentWorkers | None" = None, pool: InstancePool | None = None
+    ) -> None:
+        self.store, self.workers, self.pool = store, workers, pool
+        self.start_s = 0.0 if pool is None else 2 * START_S  # to wait for an instance that is being stopped, and to start
         self.question = resolve("environment", "question")
 
     def instant(self, task: Task) -> bool:
@@ -96,6 +100,8 @@ class EnvironmentMaker:
             return self.question(task)
         if self.workers is not None:
             return self.workers.environment(task, self.store)
+        if self.pool is not None and poolable(task):
+            return self.pool.environment(spec.name, spec.options, self.store)
         return build("environment", spec.name, spec.options, f"task {task.id}", store=self.store, task=task)
 
 

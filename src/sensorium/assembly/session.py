@@ -17,6 +17,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.pool import EnginePool
 from sensorium.engines.protocol import Engine, InFlightEngine
+from sensorium.envs.remote.instances import InstancePool
 from sensorium.kernels.first_use import count_triton
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import Recipe
@@ -41,6 +42,7 @@ class Session:
     scorer: Scorer
     judges: JudgeClient
     workers: RunWorkers = field(default_factory=RunWorkers)
+    instances: InstancePool | None = None
     opened: ExitStack = field(default_factory=ExitStack)
     _computed: tuple[int, int, int] = (0, 0, 0)
 
@@ -48,6 +50,8 @@ class Session:
         """Report by this what is slow or does not work as it should: terms, decoded clips, the engine's decode step."""
         self.scorer.noted = self.rollout.noted = noted
         self.workers.tell_by(noted)
+        if self.instances is not None:
+            self.instances.noted = noted
         cache = self.policy.chat.decoder.cache
         if cache is not None:
             cache.noted = noted
@@ -64,6 +68,12 @@ class Session:
             tokens, steps, decoded = (now - before for now, before in zip(computed, self._computed, strict=True))
             self._computed = computed
             row |= {"engine/prefill_tokens": tokens, "engine/rows_mean": decoded / max(1, steps)}
+        if waits_s := self.rollout.instance_waits_s:
+            row["time/instance_wait_mean_s"] = sum(waits_s) / len(waits_s)
+            waits_s.clear()
+        if self.instances is not None:
+            row["worker/instances_replaced"] = float(self.instances.replaced)
+            row["worker/rolled_again"] = float(self.rollout.rolled_again)
         return row | self.workers.metrics(self.rollout.rolled_again)
 
     @property
@@ -134,8 +144,13 @@ def open_session(recipe: Recipe, policy: Policy, judgements: JudgementCache | No
         workers = open_workers(recipe, scorer, opened)
         engine, host = open_engine(recipe, policy, folder)
         opened.callback(host.close)
-        rollout = Rollout(policy.chat, engine, recipe.rollout, EnvironmentMaker(store, workers.environments))
-        return Session(store, policy, engine, rollout, scorer, judges, workers, opened.pop_all())
+        pool = None
+        if recipe.environments.pool and workers.environments is None:
+            pool = InstancePool(recipe.environments.pool, recipe.rollout.environment_deadline_s)
+            opened.callback(pool.close)
+        make = EnvironmentMaker(store, workers.environments, pool)
+        rollout = Rollout(policy.chat, engine, recipe.rollout, make, recipe.environments.pool)
+        return Session(store, policy, engine, rollout, scorer, judges, workers, pool, opened.pop_all())
 
 
 @contextmanager

@@ -56,12 +56,17 @@ def open_host(
 class EnvironmentWorkers:
     """``count`` environment services in processes, and the client that plays with them."""
 
-    def __init__(self, host: ProcessHost, count: int, deadline_s: float, **limits: Any) -> None:
+    def __init__(self, host: ProcessHost, count: int, deadline_s: float, pool: int = 0, **limits: Any) -> None:
         key = secrets.token_urlsafe()
         self._deadline_s = deadline_s
         self._client = EnvironmentClient([], key)
         self._servers: dict[PlacedWorker, Server] = {}
-        settings = {"key": key, "deadline_s": deadline_s, "toward": "" if host.folder is None else host.address}
+        settings = {
+            "key": key,
+            "deadline_s": deadline_s,
+            "toward": "" if host.folder is None else host.address,
+            "pool": pool,
+        }
         kind = (ENVIRONMENT_WORKER, settings, count, "environment worker", EnvironmentFailure)
         self.placed = PlacedWorkers(host, *kind, **limits, changed=self._changed)
 
@@ -158,7 +163,7 @@ def open_workers(recipe: Recipe, scorer: Scorer, opened: ExitStack) -> RunWorker
         host = open_host(recipe, "an environment worker", WorkersLost)
         opened.callback(host.close)
         deadline_s = recipe.rollout.environment_deadline_s
-        environments = EnvironmentWorkers(host, section.environments, deadline_s, **limits)
+        environments = EnvironmentWorkers(host, section.environments, deadline_s, recipe.environments.pool, **limits)
         environments.placed.start()
         opened.callback(environments.close)
     if section.rewards:

@@ -176,6 +176,50 @@ class CallCounters:
         self.waited_most_s = max(self.waited_most_s, waited_s)
 
 
+class Slots:
+    """``size`` places in order: one that becomes free goes to the lowest ``order`` of those that wait.
+
+    They serve several event loops, one after the other.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free, self._arrivals = size, count()
+        self._waiting: list[tuple[Sequence[int], int, asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def one(self, order: Sequence[int] = ()) -> AsyncIterator[float]:
+        """Inside, one of the places is taken; waits until there is one, and gives the seconds that took."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._free, self._waiting = loop, self.size, []
+        asked = time.monotonic()
+        if self._free:
+            self._free -= 1
+        else:
+            turn: asyncio.Future[None] = loop.create_future()
+            heappush(self._waiting, (order, next(self._arrivals), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()
+                raise
+        try:
+            yield time.monotonic() - asked
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = heappop(self._waiting)[-1]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
 class WorkerPool:
     """Daemon threads, started when needed and reused. One pool serves several event loops, one after the other."""
 
@@ -188,9 +232,7 @@ class WorkerPool:
         self._left: list[Worker] = []
         self._started = 0
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._free_slots, self._arrivals = size, count()
-        self._waiting: list[tuple[Sequence[int], int, asyncio.Future[None]]] = []
+        self._slots = Slots(size)
 
     @property
     def hung(self) -> int:
@@ -224,7 +266,13 @@ class WorkerPool:
         worker.stop()
 
     async def call(
-        self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None, order: Sequence[int] = ()
+        self,
+        function: Callable[[], Any],
+        deadline_s: float,
+        worker: Worker | None = None,
+        order: Sequence[int] = (),
+        *,
+        counted: bool = True,
     ) -> Call:
         """The call once it has ended, with its value or error. CallOverdue and NoWorker if it has not.
 
@@ -232,9 +280,7 @@ class WorkerPool:
         lowest ``order`` of those that wait for one, so that what began first ends first.
         """
         loop = asyncio.get_running_loop()
-        asked = time.monotonic()
-        async with self._slot(loop, order):
-            waited_s = time.monotonic() - asked
+        async with self._slots.one(order) as waited_s:
             lent = worker if worker is not None else self.lease()
             call = lent.submit(function, deadline_s)
             ended: asyncio.Future[None] = loop.create_future()
@@ -252,36 +298,8 @@ class WorkerPool:
                 while call.ended is None and not lent.stuck:  # stuck in this call, or in one before it
                     await asyncio.wait({ended}, timeout=max(0.001, call.left_s))
             finally:
-                self._count(call, lent, worker, waited_s)
+                self._count(call, lent, worker, waited_s, counted)
             return self._outcome(call)
-
-    @asynccontextmanager
-    async def _slot(self, loop: asyncio.AbstractEventLoop, order: Sequence[int]) -> AsyncIterator[None]:
-        if self._loop is not loop:
-            self._loop, self._free_slots, self._waiting = loop, self.size, []
-        if self._free_slots:
-            self._free_slots -= 1
-        else:
-            turn: asyncio.Future[None] = loop.create_future()
-            heappush(self._waiting, (order, next(self._arrivals), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._pass_slot()
-                raise
-        try:
-            yield
-        finally:
-            self._pass_slot()
-
-    def _pass_slot(self) -> None:
-        while self._waiting:
-            turn = heappop(self._waiting)[-1]
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free_slots += 1
 
     def call_now(self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None) -> Call:
         """``call`` for callers without an event loop: blocks, and needs no slot."""
@@ -316,8 +334,9 @@ class WorkerPool:
         for worker in idle:
             worker.stop()
 
-    def _count(self, call: Call, lent: Worker, leased: Worker | None, waited_s: float) -> None:
-        self.counters.add(waited_s, call.seconds)
+    def _count(self, call: Call, lent: Worker, leased: Worker | None, waited_s: float, counted: bool = True) -> None:
+        if counted:
+            self.counters.add(waited_s, call.seconds)
         if leased is None:
             self.give_back(lent)
 

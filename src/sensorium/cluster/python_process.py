@@ -24,7 +24,8 @@ from sensorium.cluster.channel import Frames, SocketFrames
 
 LAST_LINES = 6
 CLOSE_S = 30.0
-MARK = "SENSORIUM_STARTED_"  # begins the name of a variable that a process with its own group, and its descendants, have
+MARK = "SENSORIUM_STARTED_"  # begins the name of a variable that a process with its own group, and its descendants, have;
+# its value names the process that ends them (``_identity``), so that they are known as orphans when that one was killed
 SEGMENT = re.compile(r"/dev/shm/psm_\w+(?=\n)")  # names by multiprocessing.shared_memory; not of removed segments
 
 Variables = Mapping[str, str] | None
@@ -90,7 +91,7 @@ class PythonProcess:
         given = dict(variables or {})
         self._mark = f"{MARK}{uuid4().hex}" if own_group else ""
         if own_group:
-            given[self._mark] = "1"
+            given[self._mark] = _identity(os.getpid())
         given["PYTHONPATH"] = os.pathsep.join(filter(None, [given.get("PYTHONPATH", ""), *sys.path]))
         pairs = [socket.socketpair() for _ in range(channels)]
         fds = [theirs.fileno() for _, theirs in pairs]
@@ -128,10 +129,7 @@ class PythonProcess:
         if not self._own_group:
             return
         remove_segments(mapped_segments(self.pid))
-        until = time.monotonic() + CLOSE_S  # a dying worker holds its memory and its GPU for seconds
-        while (left := list(_living(self.pid, self._mark))) and time.monotonic() < until:
-            _kill(left)
-            time.sleep(0.05)
+        _end_group(self.pid, self._mark)
 
     def ending(self) -> str:
         """How it ended, as the end of a sentence about it."""
@@ -241,6 +239,58 @@ def remove_segments(segments: set[Path]) -> None:
             segment.unlink(missing_ok=True)
 
 
+def end_orphans() -> list[str]:
+    """Kill what processes that were killed themselves have left on this machine; returns a line for each.
+
+    Only processes with a mark are considered, and only if who set it is known to be gone: a pid that another process has
+    by now began at another time, and pids of another container are not comparable.
+    """
+    found: dict[str, list[Path]] = {}
+    here = _identity(os.getpid()).partition(":")[0]
+    for process in Path("/proc").glob("[0-9]*"):
+        for name, value in _marks(process):
+            space, _, owner = value.partition(":")
+            if here and space == here and _identity(int(owner.partition(".")[0])) != value:
+                found.setdefault(name, []).append(process)
+    lines = []
+    for mark in found:
+        for process in (left := list(_living(-1, mark))):
+            with suppress(OSError):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                lines.append(f"{process.name} ({command[:80]})")
+        _kill(left)
+    return lines
+
+
+def _marks(process: Path) -> list[tuple[str, str]]:
+    """The marks in a process's environment, with their values; of processes of other users none are known."""
+    try:
+        listed = (process / "environ").read_bytes()
+    except OSError:
+        return []
+    pairs = (
+        entry.decode(errors="replace").partition("=") for entry in listed.split(b"\0") if entry.startswith(MARK.encode())
+    )
+    return [(name, value) for name, _, value in pairs if re.fullmatch(r"[^:]+:\d+\.\d+", value)]
+
+
+def _identity(pid: int) -> str:
+    """A process for ever: the namespace of pids, ":", its pid, ".", and when it began; empty if there is none."""
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{os.readlink('/proc/self/ns/pid')}".replace(":", "") + f":{pid}.{began}"
+    except OSError:
+        return ""
+
+
+def _end_group(group: int, mark: str) -> None:
+    """Kill the processes of a group or mark, and wait until they are gone."""
+    until = time.monotonic() + CLOSE_S  # a dying worker holds its memory and its GPU for seconds
+    while (left := list(_living(group, mark))) and time.monotonic() < until:
+        _kill(left)
+        time.sleep(0.05)
+
+
 def _kill(processes: Sequence[Path]) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
@@ -248,17 +298,24 @@ def _kill(processes: Sequence[Path]) -> None:
 
 
 def _living(group: int, mark: str = "") -> Iterator[Path]:
-    """The folders in /proc of a group's processes, and of those that have a mark in their environment.
+    """The folders in /proc of a group's processes; with a mark also of those that have it in their environment.
 
-    Zombies are left out: the process that adopted them may never collect them.
+    Descendants of marked ones are among them: a browser's own processes overwrite their environment. Zombies are left out:
+    the process that adopted them may never collect them.
     """
+    parents: dict[int, int] = {}
+    found: set[int] = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):  # it has ended, or belongs to another user
-            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
             if state in "ZX":
                 continue
+            parents[pid := int(stat.parent.name)] = int(parent)
             if int(its_group) == group or (mark and f"{mark}=".encode() in (stat.parent / "environ").read_bytes()):
-                yield stat.parent
+                found.add(pid)
+    while mark and (further := {pid for pid, parent in parents.items() if parent in found} - found):
+        found |= further
+    yield from (Path("/proc", str(pid)) for pid in sorted(found))
 
 
 class ProcessLost(Exception):
@@ -268,25 +325,34 @@ class ProcessLost(Exception):
 class PipedProcess:
     """``command`` with pipes to its standard input and output. With ``silent`` its standard error is discarded.
 
-    ``end`` kills it. That is done, too, when nobody knows this object any more, and when this process exits.
+    ``end`` kills it. That is done, too, when nobody knows this object any more, and when this process exits. With
+    ``own_group`` whatever it started ends with it, and Ctrl-C reaches this process alone.
     """
 
     def __init__(
-        self, command: Sequence[str], surroundings: Mapping[str, str], folder: str | None = None, *, silent: bool = False
+        self,
+        command: Sequence[str],
+        surroundings: Mapping[str, str],
+        folder: str | None = None,
+        *,
+        silent: bool = False,
+        own_group: bool = False,
     ) -> None:
+        mark = f"{MARK}{uuid4().hex}" if own_group else ""
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if silent else None,
             bufsize=0,
-            env=dict(surroundings),
+            env=dict(surroundings) | ({mark: _identity(os.getpid())} if mark else {}),
             cwd=folder,
+            start_new_session=own_group,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.end = weakref.finalize(self, _end, self._process)
+        self.end = weakref.finalize(self, _end, self._process, mark)
 
     @property
     def alive(self) -> bool:
@@ -295,6 +361,18 @@ class PipedProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def kill(self) -> None:
+        """Kill it alone, so that whoever reads from it hears that it is lost; ``end`` must follow."""
+        self._process.kill()
+
+    def end_in_order(self, seconds: float) -> None:
+        """Close its standard input, wait so long for it to end, and then kill it."""
+        with suppress(OSError, ValueError):
+            self._stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.end()
 
     def write(self, data: bytes) -> None:
         """Send everything; raises ProcessLost if it no longer reads."""
@@ -327,6 +405,8 @@ class PipedProcess:
         return f"its process died by signal {-code}" if code < 0 else f"its process ended with code {code}"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
     with process:  # waits for it and closes its pipes
         process.kill()
+    if mark:
+        _end_group(process.pid, mark)

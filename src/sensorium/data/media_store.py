@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +121,18 @@ class MediaStore:
         if self.files_read is not None:
             self.files_read.add(path, seen, digest)
         return Media(kind, digest, origin or str(path), parameters)
+
+    @property
+    def in_memory(self) -> set[str]:
+        """The hashes of the media whose bytes are in memory."""
+        return {digest for digest, _ in self._bytes.items()}
+
+    def forget_others(self, kept: Collection[str]) -> None:
+        """Drop what memory holds of all media but these; nobody asks for them again."""
+        for cache in (self._bytes, self._pictures):
+            for digest, _ in cache.items():
+                if digest not in kept:
+                    cache.pop(digest)
 
     def take(self, media: Media, other: "MediaStore") -> None:
         """Keep a medium of another store too; where it is a file there, it is linked and not loaded."""

@@ -478,6 +478,18 @@ class RolloutSection(Section):
         return f"{'evaluation' if 'max_new_tokens' in self._own_limits else 'rollout'}.max_new_tokens"
 
 
+class EnvironmentsSection(Section):
+    """Instances of environments that are expensive to start, such as browsers; docs/guides/environments.md."""
+
+    pool: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="instances that are kept and reset for each episode, each in a process of its own; the other episodes "
+        "wait. 0: each episode builds its own",
+    )
+
+
 class ScheduleSection(Section):
     """When a step's episodes are played. A plain text is short for the name alone: `schedule: one_step_off`."""
 
@@ -641,6 +653,7 @@ class Recipe(Section):
     batch: BatchSection = Field(default=BatchSection(), description="size of a step")
     selection: SelectionSection = Field(default=SelectionSection(), description="which groups a step trains on")
     rollout: RolloutSection = Field(default=RolloutSection(), description="how episodes are played")
+    environments: EnvironmentsSection = Field(default=EnvironmentsSection(), description="instances of environments")
     schedule: ScheduleSection = Field(default=ScheduleSection(), description="when episodes are played, or its name")
     rewards: RewardsSection = Field(description="reward terms and their weights")
     judges: JudgesSection = Field(default=JudgesSection(), description="models that judge; docs/guides/judges.md")

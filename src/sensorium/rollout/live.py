@@ -1,21 +1,18 @@
-"""A live environment in a thread of its own: each call has a deadline, and its result is checked.
-
-Numbers are converted; any other wrong type is an EnvironmentFailure that names it. So it fails the episode, and not the
-run later in the renderer, the learner or the log.
-"""
+"""A live environment in a thread of its own: each call has a deadline, and its result is checked."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import isawaitable
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any
 
 from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
+from sensorium.envs.checked_results import checked, checked_reset, checked_step
 from sensorium.envs.protocol import Environment, Observation, StepResult
-from sensorium.vocabulary.content import Media, MediaKind, Message, Role, Text
+from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.errors import (
     EnvironmentFailure,
     EnvironmentLost,
@@ -25,141 +22,23 @@ from sensorium.vocabulary.errors import (
     SensoriumError,
     SpanMismatch,
 )
-from sensorium.vocabulary.plain import attempt, json_of, number_of, printable, shown, text_of, truth_of, words
+from sensorium.vocabulary.plain import attempt, printable, text_of, words
 from sensorium.vocabulary.task import Task
 
 if TYPE_CHECKING:  # they import torch; the environment service does without
     from sensorium.engines.protocol import Engine
     from sensorium.models.chat_processor import ChatProcessor
 
-ROLES: tuple[str, ...] = get_args(Role)
-KINDS: tuple[str, ...] = get_args(MediaKind)
-
-# Characters that an environment may show at once. No context holds more, and tokenizing tens of megabytes exhausts memory.
-MOST_TEXT = 4_000_000
-LONGEST_CATEGORY = 80  # characters of the name of a kind of task
 TOGETHER = 64  # media prepared at a time; after each lot those who waited for it continue
 
 MakeEnvironment = Callable[[Task], Environment]
-"""Builds a task's environment. Where it has a true ``instant``, or ``instant(task)``, building is plain computation too."""
+"""Builds a task's environment. Where it has a true ``instant``, or ``instant(task)``, building is plain computation too.
+
+Where it has ``start_s``, building may take so long.
+"""
 
 # Where in an episode the clock decided, beside the steps (0, 1, …); a demonstration's places are -10, -11, …
 RESET, CREATE, CLOSE, DEMONSTRATE = -1, -2, -3, -10
-Checked = TypeVar("Checked")
-
-
-def checked_reset(returned: Any, environment: str) -> tuple[tuple[Message, ...], Observation]:
-    """The head and the first observation."""
-    return _checked(_reset, returned, environment, "reset")
-
-
-def checked_step(returned: Any, environment: str) -> StepResult:
-    """The outcome of a turn, every field of the type it is declared with."""
-    return _checked(_step, returned, environment, "step")
-
-
-def _checked(check: Callable[[Any], Checked], returned: Any, environment: str, what: str) -> Checked:
-    value, error = attempt(check, returned)
-    if error is not None:  # of the check, or of the returned object, which may raise when it is read
-        reason = printable(str(error)) if type(error) is ValueError else words(error)
-        raise EnvironmentFailure(f"environment '{environment}' failed in {what}: {reason}") from error
-    return value
-
-
-def _reset(returned: Any) -> tuple[tuple[Message, ...], Observation]:
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValueError(f"it must return the head and the first observation, not {shown(returned)}")
-    head, observation = returned
-    found = _observation(observation)
-    if found is None:
-        raise ValueError("the first observation is None")
-    return _messages(head, "the head"), found
-
-
-def _step(returned: Any) -> StepResult:
-    field = ""
-    try:
-        if not isinstance(returned, StepResult):
-            raise ValueError(f"it must return a StepResult, not {shown(returned)}")
-        observation = _observation(returned.observation)
-        field = "the reward: "
-        reward = None if returned.reward is None else _reward(returned.reward)
-        field = "done: "
-        done = truth_of(returned.done)
-        field = "truncated: "
-        truncated = truth_of(returned.truncated)
-        field = "success: "
-        success = None if returned.success is None else truth_of(returned.success)
-        field = "info: "
-        info = json_of(returned.info)
-        if not isinstance(info, dict):
-            raise ValueError(f"{shown(returned.info)} is no object")
-    except ValueError as error:
-        raise ValueError(f"{field}{error}") from error
-    return replace(
-        returned, observation=observation, reward=reward, done=done, truncated=truncated, success=success, info=info
-    )
-
-
-def _reward(reward: Any) -> float | dict[str, float]:
-    """A number, or named numbers; no reward at all is None and not an empty mapping."""
-    if not isinstance(reward, Mapping):
-        return number_of(reward)
-    parts = {text_of(name): number_of(value) for name, value in reward.items()}
-    if not parts or "" in parts:
-        raise ValueError(f"{shown(reward)} names no part; return a number, or numbers by name as in {{'goal': 1.0}}")
-    return parts
-
-
-def _observation(observation: Any) -> Observation | None:
-    if observation is None:
-        return None
-    if not isinstance(observation, Observation):
-        raise ValueError(f"the observation must be an Observation, not {shown(observation)}")
-    messages = _messages(observation.messages, "the observation")
-    if not messages:
-        raise ValueError("the observation has no message")
-    if len(text_of(observation.category)) > LONGEST_CATEGORY:
-        raise ValueError(f"the category {shown(observation.category)} is longer than {LONGEST_CATEGORY} characters")
-    return observation if messages is observation.messages else replace(observation, messages=messages)
-
-
-def _messages(messages: Any, what: str) -> tuple[Message, ...]:
-    if not isinstance(messages, tuple | list):
-        raise ValueError(f"{what} must be a tuple of messages, not {shown(messages)}")
-    for message in messages:
-        _check_message(message, what)
-    length = sum(len(block.text) for message in messages for block in message.content if isinstance(block, Text))
-    if length > MOST_TEXT:
-        raise ValueError(f"{what} has {length:,} characters of text, and no more than {MOST_TEXT:,} can be shown at once")
-    return messages if isinstance(messages, tuple) else tuple(messages)
-
-
-def _check_message(message: Any, what: str) -> None:
-    if not isinstance(message, Message):
-        raise ValueError(f"{what} must hold messages, not {shown(message)}")
-    if not isinstance(message.role, str) or message.role not in ROLES:
-        raise ValueError(f"the role of a message is one of {', '.join(ROLES)}, not {shown(message.role)}")
-    if not isinstance(message.content, tuple):
-        raise ValueError(f"the content of a message is a tuple of blocks, not {shown(message.content)}")
-    text_of(message.tools)
-    for block in message.content:
-        if isinstance(block, Text):
-            text_of(block.text)
-        elif not isinstance(block, Media):
-            looks_like_picture = type(block).__module__.split(".")[0] in ("PIL", "numpy", "torch") or isinstance(
-                block, bytes
-            )
-            way_out = (
-                ". A picture becomes one by the store that the environment was made with: store.put_picture(bytes, where "
-                "from), given the bytes of a PNG or JPEG file"
-            )
-            raise ValueError(f"a block is Text or Media, not {shown(block)}{way_out if looks_like_picture else ''}")
-        elif not isinstance(block.kind, str) or block.kind not in KINDS:
-            raise ValueError(f"a medium is one of {', '.join(KINDS)}, not {shown(block.kind)}")
-        else:
-            text_of(block.hash)
-            text_of(block.origin)
 
 
 class Preparation:
@@ -258,7 +137,7 @@ class LiveEnvironment:
         if not hasattr(self._environment, "demonstrate"):
             raise EnvironmentFailure(f"environment '{self._name}' has no demonstrate(), so there is nothing to learn from")
         shown = await self._call("demonstrate", DEMONSTRATE - turn, self._environment.demonstrate)
-        return _checked(text_of, shown, self._name, "demonstrate")
+        return checked(text_of, shown, self._name, "demonstrate")
 
     async def close(self) -> str:
         """Close it and release its thread; returns what went wrong, or nothing."""
@@ -297,7 +176,8 @@ class LiveEnvironment:
                 self._worker = self._pool.lease()
             except WorkerFailure as error:
                 raise self._decided_by_clock("create", CREATE, error) from error
-            self._environment = await self._in_thread("create", CREATE, self._built)
+            start_s = getattr(self._make, "start_s", 0.0)
+            self._environment = await self._in_thread("create", CREATE, self._built, start_s)
             if _instant(self._environment):
                 self._release()
         self._name = type(self._environment).__name__
@@ -322,9 +202,10 @@ class LiveEnvironment:
             return self._outcome(what, *attempt(method, *arguments))
         return await self._in_thread(what, place, partial(method, *arguments))
 
-    async def _in_thread(self, what: str, place: int, function: Callable[[], Any]) -> Any:
+    async def _in_thread(self, what: str, place: int, function: Callable[[], Any], start_s: float = 0.0) -> Any:
+        deadline_s = max(start_s, self._deadline_s)  # starts are not counted: they say nothing of how slow steps are
         try:
-            call = await self._pool.call(function, self._deadline_s, self._worker, self._order)
+            call = await self._pool.call(function, deadline_s, self._worker, self._order, counted=not start_s)
         except WorkerFailure as error:
             self._given_up = True
             self._release()

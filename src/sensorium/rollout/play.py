@@ -9,18 +9,19 @@ recipe alone; deadlines that fired are kept in ``Deadlines`` so that a resumed r
 import asyncio
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from sensorium.cluster.event_loop import first_error
 from sensorium.cluster.placed_workers import MOST_LOSSES
-from sensorium.cluster.pool import WorkerPool
+from sensorium.cluster.pool import Slots, WorkerPool
 from sensorium.data.lru import LRU
 from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, Sampling, response_key
 from sensorium.envs.protocol import StepResult
 from sensorium.models.chat_processor import ChatProcessor
+from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import RolloutSection
 from sensorium.rollout.live import Deadlines, LiveEnvironment, MakeEnvironment, Preparation, media_of, refuse_strange_media
 from sensorium.vocabulary.content import Media, Message
@@ -246,10 +247,19 @@ class Attempt:
 
 
 class Rollout:
-    """Plays tasks with an engine. One instance serves a whole run, training and evaluation."""
+    """Plays tasks with an engine. One instance serves a whole run, training and evaluation.
+
+    With ``instances`` so many episodes are played at once in environments that are no plain computation; the others wait,
+    and are no live episodes meanwhile, so that a lockstep engine does not wait for them.
+    """
 
     def __init__(
-        self, chat: ChatProcessor, engine: Engine, section: RolloutSection, make_environment: MakeEnvironment
+        self,
+        chat: ChatProcessor,
+        engine: Engine,
+        section: RolloutSection,
+        make_environment: MakeEnvironment,
+        instances: int = 0,
     ) -> None:
         if section.max_turns > 1 and section.window != 1 and not (chat.append_only or section.keep_thoughts):
             raise RecipeError(
@@ -269,6 +279,8 @@ class Rollout:
         self.renderer = Renderer(chat)
         self.ready = Preparation(chat)
         self.pool = WorkerPool("environment", size=section.environment_calls)
+        self.instances = Slots(instances) if instances else None
+        self.instance_waits_s: list[float] = []  # of each episode since the metrics were last taken
         self.rolled_again = 0
         self.deadly: set[str] = set()  # tasks that workers were lost over
         self.noted: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2)
@@ -317,7 +329,7 @@ class Rollout:
 
         async def one(place: int, play: _Play) -> Episode:
             nonlocal done
-            async with gate:
+            async with gate, self._instance(play):
                 live.enter()
                 try:
                     with self.pool.caller() if play.task.environment is not None else nullcontext():
@@ -346,6 +358,17 @@ class Rollout:
         for place, members in enumerate(groups):
             if any(play.id not in episodes for play in members):
                 emit(place, _group(members, episodes))
+
+    @asynccontextmanager
+    async def _instance(self, play: "_Play") -> AsyncIterator[None]:
+        """Inside, an episode may have an instance of its environment; before, it waits for its turn."""
+        spec = play.task.environment
+        if self.instances is None or spec is None or getattr(resolve("environment", spec.name), "instant", False) is True:
+            yield
+            return
+        async with self.instances.one(play.place) as waited_s:
+            self.instance_waits_s.append(waited_s)
+            yield
 
     async def available(self) -> None:
         """Wait until environments can be played: those of workers may all be starting again."""
@@ -464,12 +487,12 @@ class _Play:
                 if lost == MOST_LOSSES:
                     self.rollout.deadly.add(self.task.id)
                     self.rollout.noted(
-                        f"task {self.task.id}: {MOST_LOSSES} environment workers were lost while they played it, which may "
-                        f"be what ends them, so the episode {self.id} fails and is not rolled again"
+                        f"task {self.task.id}: {MOST_LOSSES} environment processes were lost while they played it, which "
+                        f"may be what ends them, so the episode {self.id} fails and is not rolled again"
                     )
                     raise EnvironmentFailure(
-                        f"a second environment worker was lost while it played this episode's task, which may be what ends "
-                        f"them, so it is not rolled again ({error})"
+                        f"a second environment process was lost while it played this episode's task, which may be what "
+                        f"ends them, so it is not rolled again ({error})"
                     ) from error
                 self.rollout.rolled_again += 1
                 self.environment.abandon()

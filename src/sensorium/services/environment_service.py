@@ -29,6 +29,7 @@ from sensorium import __version__
 from sensorium.cluster.channel import own_address
 from sensorium.cluster.placed_workers import Answer, serve
 from sensorium.data.media_store import MediaStore
+from sensorium.envs.remote.instances import InstancePool
 from sensorium.envs.remote.wire import MOST_BYTES, Json, WireError, bytes_of, pack, unpack
 from sensorium.recipe.registry import resolve, wrong_options
 from sensorium.recipe.registry import table as names_of
@@ -242,12 +243,17 @@ class OwnOffers(Offers):
 
 
 def open_work(settings: Mapping[str, Any], folder: pathlib.Path) -> tuple[str, Answer]:
-    """Serve a run's driver; returns the address. ``toward`` is an address of the driver; empty: it is on this machine."""
+    """Serve a run's driver; returns the address. ``toward`` is an address of the driver; empty: it is on this machine.
+
+    With ``pool`` instances are kept; the driver sees to it that all workers together have no more episodes.
+    """
     import uvicorn
 
     host = own_address(settings["toward"]) if settings["toward"] else LOOPBACK
     listening = socket.create_server((host, 0), backlog=1024)
-    table = SessionTable(OwnOffers(), MediaStore(folder), WORKER_CAPACITY, WORKER_LEASE_S, settings["deadline_s"])
+    pool = InstancePool(settings["pool"], settings["deadline_s"]) if settings["pool"] else None
+    given = WORKER_CAPACITY, WORKER_LEASE_S, settings["deadline_s"]
+    table = SessionTable(OwnOffers(), MediaStore(folder), *given, pool=pool)
     config = uvicorn.Config(make_app(table, settings["key"]), log_level="warning", ws_max_size=MOST_BYTES)
     server = uvicorn.Server(config)
     threading.Thread(target=server.run, args=([listening],), name="service", daemon=True).start()

@@ -27,6 +27,7 @@ from sensorium.data.media_files import open_regular
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.content import PLACEHOLDER
 from sensorium.envs.protocol import Environment
+from sensorium.envs.remote.instances import InstancePool, poolable
 from sensorium.envs.remote.wire import Json, reset_to_json, step_to_json
 from sensorium.recipe.registry import (
     build,
@@ -113,6 +114,13 @@ class Offers:
 
         environment, chosen = self.chosen(name, options)
         return IsolatedEnvironment(store, environment, chosen, memory_mib, deadline_s)
+
+    def pooled(self, name: Any, options: Any, store: MediaStore, pool: InstancePool) -> Any:
+        """The environment as an instance of a pool, if it can be one."""
+        environment, chosen = self.chosen(name, options)
+        if poolable(Task(str(name), environment=EnvironmentSpec(environment, chosen))):
+            return pool.environment(environment, chosen, store)
+        return self.built(name, options, store)
 
     def content_key(self, name: Any, options: Any, seed: int) -> str:
         """What a seed leads to, as the environment describes it."""
@@ -207,7 +215,10 @@ class Session:
 
 
 class SessionTable:
-    """All sessions of a server. ``make`` builds an environment from name and options; by default from the offers."""
+    """All sessions of a server. ``make`` builds an environment from name and options; by default from the offers.
+
+    With ``pool``, which it closes, environments are instances that later sessions use again.
+    """
 
     def __init__(
         self,
@@ -217,12 +228,19 @@ class SessionTable:
         lease_s: float = 3600.0,
         deadline_s: float = 60.0,
         make: Callable[[str, Json], Environment] | None = None,
+        pool: InstancePool | None = None,
     ) -> None:
         self.offers, self.store, self.capacity, self.lease_s, self.deadline_s = offers, store, capacity, lease_s, deadline_s
         self.sessions: dict[str, Session] = {}
         self.opened = self.steps = self.reaped = self.failed = 0
-        self._make = make or (lambda name, options: offers.built(name, options, store))
-        self._pool = WorkerPool("environment", size=max(1, capacity))
+        self._make = make or (
+            (lambda name, options: offers.built(name, options, store))
+            if pool is None
+            else lambda name, options: offers.pooled(name, options, store, pool)
+        )
+        self._instances = pool
+        # With instances: calls that wait for one must leave room for those that close a session and set one free.
+        self._pool = WorkerPool("environment", size=max(1, capacity) * (1 if pool is None else 2))
         self._closing: set[asyncio.Task[None]] = set()
 
     async def open(self, id: str, environment: Any, options: Any, seed: int) -> Json:
@@ -354,6 +372,8 @@ class SessionTable:
             await self.close(id)
         if self._closing:
             await asyncio.wait(self._closing, timeout=5)
+        if self._instances is not None:
+            await asyncio.to_thread(self._instances.close)
         self._pool.close()
 
     def counts(self) -> Json:

@@ -61,6 +61,7 @@ REPLACEMENTS = {
     "engine/restarts": "vLLM started again",
     "engine/sampled_again": "responses sampled again",
     "worker/environment_replaced": "environment workers replaced",
+    "worker/instances_replaced": "environment instances replaced",
     "worker/rolled_again": "episodes rolled again",
     "worker/reward_replaced": "reward workers replaced",
     "worker/asked_again": "scores asked again",

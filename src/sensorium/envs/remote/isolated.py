@@ -4,19 +4,27 @@ For environments that crash, hang in C code or use too much memory: a thread can
 overruns its deadline kills the process and fails the episode; so do a crash and too much memory. A process whose episode
 ended normally is used again by the next one with the same limit. The process runs this module: it reads a frame after its
 length from standard input, and writes a reply frame to standard output; what environments print goes to standard error.
+
+When standard input is closed, because its work is over or who started it was killed, it closes its environment, ends all
+processes that this has started (browsers, for example), and ends.
 """
 
+import asyncio
 import os
 import resource
+import select
 import struct
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from inspect import isawaitable
 from typing import Any
 
-from sensorium.cluster.python_process import PipedProcess, ProcessLost
+from sensorium.cluster.python_process import PipedProcess, ProcessLost, end_descendants
 from sensorium.data.media_store import MediaStore
+from sensorium.envs.checked_results import checked_reset, checked_step
 from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.remote.wire import (
     Json,
@@ -32,14 +40,15 @@ from sensorium.envs.remote.wire import (
 )
 from sensorium.recipe.registry import build, resolve
 from sensorium.vocabulary.content import Message
-from sensorium.vocabulary.errors import EnvironmentFailure, SensoriumError
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError, SensoriumError
 from sensorium.vocabulary.plain import words
 
 NAME = "isolated"
 START_S = 60.0
+CLOSE_S = 10.0  # for an environment to close itself before its process is killed
 MAX_IDLE = 8
 
-_idle: dict[int, list["_Child"]] = {}
+_idle: dict[int, list["EnvironmentProcess"]] = {}
 _lock = threading.Lock()
 
 
@@ -63,7 +72,7 @@ class IsolatedEnvironment:
         self.store, self.environment, self.memory_mib, self.deadline_s = store, environment, memory_mib, deadline_s
         self._named = {"environment": environment, "options": dict(options or {})}
         resolve("environment", environment, NAME)
-        self._child: _Child | None = None
+        self._child: EnvironmentProcess | None = None
 
     @classmethod
     def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
@@ -120,10 +129,13 @@ class IsolatedEnvironment:
         return body["value"]
 
 
-class _Child(PipedProcess):
-    def __init__(self, memory_mib: int) -> None:
+class EnvironmentProcess(PipedProcess):
+    """A process that holds an environment, limited to so much memory; 0: not limited."""
+
+    def __init__(self, memory_mib: int = 0) -> None:
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
-        super().__init__([sys.executable, "-P", "-m", "sensorium.envs.remote.isolated", str(memory_mib)], variables)
+        command = [sys.executable, "-P", "-m", "sensorium.envs.remote.isolated", str(memory_mib)]
+        super().__init__(command, variables, own_group=True)
 
     def ask(self, operation: Json, deadline_s: float) -> tuple[Json, dict[str, bytes]]:
         until = time.monotonic() + deadline_s
@@ -135,14 +147,14 @@ class _Child(PipedProcess):
             raise ProcessLost(f"no answer within {deadline_s:g} s") from error
 
 
-def _taken(memory_mib: int) -> _Child:
+def _taken(memory_mib: int) -> EnvironmentProcess:
     with _lock:
         idle = _idle.get(memory_mib, [])
         while idle:
             child = idle.pop()
             if child.alive:
                 return child
-    return _Child(memory_mib)
+    return EnvironmentProcess(memory_mib)
 
 
 def _framed(frame: bytes) -> bytes:
@@ -153,50 +165,86 @@ def main(memory_mib: int) -> None:
     """Answer until standard input closes."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
+    if memory_mib:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.Thread(target=_end_with_driver, name="driver", daemon=True).start()
     host = _Host()
-    while len(head := sys.stdin.buffer.read(8)) == 8:
-        (length,) = struct.unpack(">Q", head)
-        operation, _ = unpack(sys.stdin.buffer.read(length))
-        try:
-            body: Json = {"value": getattr(host, operation.pop("op"))(**operation)}
-            reply = pack(body, bytes_of(body, host.store))
-        except (Exception, SystemExit) as error:  # whatever the environment raises is the reply
-            why = str(error) if isinstance(error, SensoriumError) else words(error)
-            reply = pack({"error": why.encode("utf-8", "replace").decode()}, {})
-        rest = memoryview(_framed(reply))
-        while rest:
-            rest = rest[replies.write(rest) :]
+    with suppress(BrokenPipeError):  # who asked is gone
+        while len(head := sys.stdin.buffer.read(8)) == 8:
+            (length,) = struct.unpack(">Q", head)
+            operation, _ = unpack(sys.stdin.buffer.read(length))
+            rest = memoryview(_framed(_reply(host, operation)))
+            while rest:
+                rest = rest[replies.write(rest) :]
+    _reply(host, {"op": "close"})
+    end_descendants()
+    os._exit(0)  # threads that an environment left behind do not matter
+
+
+def _reply(host: "_Host", operation: Json) -> bytes:
+    try:
+        body: Json = {"value": getattr(host, operation.pop("op"))(**operation)}
+        return pack(body, bytes_of(body, host.store))
+    except (Exception, SystemExit) as error:  # whatever the environment raises is the reply
+        why = str(error) if isinstance(error, SensoriumError) else words(error)
+        refused = isinstance(error, RecipeError)
+        return pack({"error": why.encode("utf-8", "replace").decode()} | ({"refused": True} if refused else {}), {})
+
+
+def _end_with_driver() -> None:
+    """End all a while after standard input was closed, also if a call of the environment never returns."""
+    closed = select.poll()
+    closed.register(0, 0)  # reports only that the other end is closed
+    closed.poll()
+    time.sleep(CLOSE_S)
+    end_descendants()
+    os._exit(1)
 
 
 class _Host:
-    """One environment at a time; each method is an operation."""
+    """One environment at a time, reset any number of times; each method is an operation."""
 
     def __init__(self) -> None:
         self.environment: Any = None
+        self.name = ""
         self.store = MediaStore()
+        self._lasting: set[str] = set()  # media that the environment put into the store when it was built
+        self._runner: asyncio.Runner | None = None
 
     def build(self, environment: str, options: Json) -> None:
-        self.store = MediaStore()
+        self.store, self.name = MediaStore(), environment
         self.environment = build("environment", environment, options, f"environment '{environment}'", store=self.store)
+        self._lasting = self.store.in_memory
 
     def content_key(self, environment: str, options: Json, seed: int) -> str:
         return str(resolve("environment", environment).content_key(seed, options))
 
     def reset(self, seed: int) -> Json:
-        return reset_to_json(*self.environment.reset(seed))
+        self.store.forget_others(self._lasting)
+        return reset_to_json(*checked_reset(self._awaited(self.environment.reset(seed)), self.name))
 
     def step(self, response: str) -> Json:
-        return step_to_json(self.environment.step(response))
+        return step_to_json(checked_step(self._awaited(self.environment.step(response)), self.name))
 
     def demonstrate(self) -> Any:
-        return self.environment.demonstrate()
+        return self._awaited(self.environment.demonstrate())
 
     def close(self) -> None:
         environment, self.environment = self.environment, None
         if environment is not None:
-            environment.close()
+            self._awaited(environment.close())
+
+    def _awaited(self, value: Any) -> Any:
+        """The value; what must be awaited is awaited in one event loop, in which connections live on between calls."""
+        if not isawaitable(value):
+            return value
+
+        async def result() -> Any:
+            return await value
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(result())
 
 
 if __name__ == "__main__":
