@@ -16,6 +16,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:
     from sensorium.api.chat import Model, Reply, load
+    from sensorium.api.record import Demonstrations, record
     from sensorium.api.run import Run, Table
     from sensorium.api.sweep import Sweep, sweep
     from sensorium.api.train import Evaluation, evaluate, fork, resume, train
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "Episode", "Evaluation", "Model", "Recipe", "Reply", "Run", "Score", "SensoriumError", "Sweep", "Table", "Task",
-    "__version__", "evaluate", "fork", "load", "load_recipe", "register", "resume", "reward", "sweep", "train",
+    "Demonstrations", "Episode", "Evaluation", "Model", "Recipe", "Reply", "Run", "Score", "SensoriumError", "Sweep",
+    "Table", "Task", "__version__", "evaluate", "fork", "load", "load_recipe", "record", "register", "resume", "reward",
+    "sweep", "train",
 ]  # fmt: skip
 
 _PLACES = {
+    "Demonstrations": "sensorium.api.record",
     "Episode": "sensorium.vocabulary",
     "Evaluation": "sensorium.api.train",
     "Model": "sensorium.api.chat",
@@ -45,6 +48,7 @@ _PLACES = {
     "fork": "sensorium.api.train",
     "load": "sensorium.api.chat",
     "load_recipe": "sensorium.recipe",
+    "record": "sensorium.api.record",
     "register": "sensorium.recipe",
     "resume": "sensorium.api.train",
     "reward": "sensorium.vocabulary",

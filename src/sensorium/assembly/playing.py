@@ -12,6 +12,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream, make_sources
 from sensorium.engines.protocol import Sampling
 from sensorium.envs.protocol import Environment
+from sensorium.envs.recorded import RecordedEnvironment
 from sensorium.envs.remote.instances import START_S, InstancePool, poolable
 from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
@@ -20,7 +21,7 @@ from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.reward_term import RewardContext
 from sensorium.rewards.scorer import JudgementCache, Scorer, term_identity
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.vocabulary.task import Task
+from sensorium.vocabulary.task import RECORDED, Task
 
 if TYPE_CHECKING:
     from sensorium.assembly.workers import EnvironmentWorkers
@@ -85,7 +86,7 @@ class EnvironmentMaker:
     def instant(self, task: Task) -> bool:
         """True where a task's environment is plain computation, which needs no thread."""
         spec = task.environment
-        return spec is None or (
+        return (spec is None or spec.name == RECORDED) or (
             self.workers is None and getattr(resolve("environment", spec.name), "instant", False) is True
         )
 
@@ -98,6 +99,8 @@ class EnvironmentMaker:
         spec = task.environment
         if spec is None:
             return self.question(task)
+        if spec.name == RECORDED:
+            return RecordedEnvironment(task)
         if self.workers is not None:
             return self.workers.environment(task, self.store)
         if self.pool is not None and poolable(task):

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unanswered, unfound
+from sensorium.data.demonstrations import demonstrations_of
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import Side, TaskSource, TaskStream, a_few, all_bad, make_source, make_sources, with_way_out
 from sensorium.data.planner import make_planner, without_history
@@ -155,9 +156,12 @@ def look_at(recipe: Recipe, *, train: bool = True, named: str = "RECIPE", seen: 
         weights = [source.weight for source in section.train]
         stream = TaskStream(sources, weights, seed=recipe.seed, shuffle=section.shuffle, on_bad_row=section.on_bad_row)
         make_planner(section.planner, stream, MediaStore())
-        refuse_without_demonstrations(recipe, few)
-        yield from start_notes(recipe, few)
-        yield from _long_demonstrations(recipe, few)
+        recorded = demonstrations_of(recipe, MediaStore())
+        shown = few if recorded is None else a_few([recorded], on_bad_row=section.on_bad_row)
+        yield from () if recorded is None else recorded.summary.lines
+        refuse_without_demonstrations(recipe, shown)
+        yield from start_notes(recipe, few, shown)
+        yield from _long_demonstrations(recipe, shown)
         if recipe.steps:
             for task in few:
                 try:

@@ -37,6 +37,7 @@ COMMANDS = {
     "validate": "check environments, tools, rewards and data, without a model",
     "show": "show a task as the model sees it: prompt, media, rewards",
     "play": "act as the policy yourself, in the terminal",
+    "record": "record demonstrations once, for warm starts to read",
     "eval": "evaluate a checkpoint on a recipe's held-out tasks",
     "compare": "compare models, runs or groups of seeds on the same tasks",
     "export": "write a run's model in the layout of its published checkpoint",
@@ -207,7 +208,7 @@ def _print_help(console: Console) -> None:
             ("\n  sensorium demo\n", "bold"),
             ("  sensorium train shapes --dry-run\n", "bold"),
             ("  sensorium train my.yaml steps=200 optimizer.lr=1e-5\n", "bold"),
-            ("\n  sensorium COMMAND --help  describes each", "dim"),
+            ("  sensorium COMMAND --help  describes each", "dim"),
         )
     )
 

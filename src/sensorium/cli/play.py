@@ -14,9 +14,10 @@ from typing import Any, Literal
 from PIL import Image
 from rich.text import Text as Styled
 
+from sensorium.data.demonstrations import demonstrations_of
 from sensorium.data.excluded_rows import id_of
 from sensorium.data.media_store import MediaStore
-from sensorium.data.mixture import Side, find_row, make_sources
+from sensorium.data.mixture import TaskSource, find_row, make_sources
 from sensorium.envs.protocol import WatchedEnvironment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
@@ -31,7 +32,8 @@ USAGE = "sensorium play RECIPE [key=value …] [--task N|ID] [--episodes N] [--s
 Way = Literal["kitty", "iterm", "blocks", "none"]
 CHUNK = 4096  # of kitty's protocol
 ACROSS, DOWN = 64, 32  # largest picture of half-blocks, in characters
-SIDES: tuple[Side, ...] = ("evaluate", "train")  # where --task is looked for
+SIDES = {"evaluate": "tasks.evaluate", "train": "tasks.train"}  # where --task is looked for
+RECORDED_SIDE = "demonstrations"
 HOW = "Write a response and press Enter; a line that ends in a backslash goes on in the next one. Ctrl-D ends."
 
 
@@ -79,10 +81,10 @@ def run(arguments: Namespace) -> int:
 
 @dataclass(frozen=True)
 class ChosenTasks:
-    """Tasks that a command was asked for: of which side, from which number on, and a note on a choice that is ambiguous."""
+    """Tasks that a command was asked for: of which part of the recipe, from which number on, and a note on an ambiguity."""
 
     tasks: tuple[Task, ...]
-    side: Side
+    side: str
     number: int
     note: str = ""
 
@@ -90,14 +92,15 @@ class ChosenTasks:
 def chosen_tasks(recipe: Recipe, store: MediaStore, arguments: Namespace, count: int, bar: WorkBar) -> ChosenTasks:
     """``count`` tasks from the one that ``--task`` names, by its number or its id; only their rows are read."""
     wanted: str = arguments.task
-    sides: list[Side] = [arguments.split] if arguments.split else [s for s in SIDES if getattr(recipe.tasks, s)]
+    sides: list[Any] = [arguments.split] if arguments.split else [s for s in SIDES if getattr(recipe.tasks, s)]
     lengths: dict[str, int] = {}
     example = ""
     for side in sides:
-        bar.begin(f"{recipe.name}: looking for task {wanted} in tasks.{side}")
-        sources = make_sources(recipe.tasks, side, store)
+        place = SIDES.get(side, f"warm_start.{side}")
+        bar.begin(f"{recipe.name}: looking for task {wanted} in {place}")
+        sources = [_recorded(recipe, store)] if side == RECORDED_SIDE else make_sources(recipe.tasks, side, store)
         places = [(number, row) for number, source in enumerate(sources) for row in range(len(source))]
-        lengths[side], example = len(places), example or (id_of(sources[0], 0) or "" if places else "")
+        lengths[place], example = len(places), example or (id_of(sources[0], 0) or "" if places else "")
         found = find_row(sources, wanted)
         if found is None:
             continue
@@ -108,11 +111,20 @@ def chosen_tasks(recipe: Recipe, store: MediaStore, arguments: Namespace, count:
             ids = (nth for nth, (number, row) in enumerate(places) if id_of(sources[number], row) == wanted)
             other = next(ids, None)
             note = "" if other is None else f"--task {wanted} is a number; the task with this id is --task {other}."
-        return ChosenTasks(tuple(chosen), side, first, note)
-    here = " and ".join(f"tasks.{side} has {length:,} tasks" for side, length in lengths.items())
+        return ChosenTasks(tuple(chosen), place, first, note)
+    here = " and ".join(f"{place} has {length:,} tasks" for place, length in lengths.items())
     raise RecipeError(
         f"--task {wanted}: there is no such number or id; {here}, counted from 0, with ids such as '{example}'."
     )
+
+
+def _recorded(recipe: Recipe, store: MediaStore) -> TaskSource:
+    if (found := demonstrations_of(recipe, store)) is None:
+        raise RecipeError(
+            f"{recipe.name}: its warm start reads no recorded demonstrations. Name them: warm_start.demonstrations=FOLDER, "
+            "with warm_start.steps above 0."
+        )
+    return found
 
 
 class Screen:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from rich.text import Text as Styled
 
-from sensorium.cli.play import chosen_tasks
+from sensorium.cli.play import RECORDED_SIDE, SIDES, chosen_tasks
 from sensorium.data.augmentation import augmented_task
 from sensorium.data.sound import encode_wav
 from sensorium.recipe.load import load_recipe
@@ -27,12 +27,13 @@ from sensorium.report.terminal import Terminal
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Episode, Segment, Status
 from sensorium.vocabulary.errors import MediaError, SensoriumError
-from sensorium.vocabulary.task import Task
+from sensorium.vocabulary.plain import counted
+from sensorium.vocabulary.task import RECORDED, Task
 
 if TYPE_CHECKING:  # it imports torch, and what needs none is shown first
     from sensorium.cli.validation import ModelFreeSession
 
-USAGE = "sensorium show RECIPE [key=value …] [--task N|ID] [--split evaluate|train] [--out DIR]"
+USAGE = "sensorium show RECIPE [key=value …] [--task N|ID] [--split evaluate|train|demonstrations] [--out DIR]"
 RETRIES = {"retries": 0, "retry_wait_s": 0.0}  # of terms: whoever waits here is a person
 SPECIAL, FAINT = "cyan", "dim"
 ENDLESS = 1 << 40  # tokens of a context: a prompt that is too long is shown, too
@@ -43,7 +44,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file, or a shipped recipe (shapes)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe: rollout.max_turns=3")
     parser.add_argument("--task", default="0", help="the task: its number, counted from 0, or its id")
-    parser.add_argument("--split", choices=["evaluate", "train"], help="which tasks; by default those to evaluate on")
+    parser.add_argument("--split", choices=[*SIDES, RECORDED_SIDE], help="which tasks; by default those to evaluate on")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the media; by default runs/show/NAME")
 
 
@@ -56,10 +57,10 @@ def run(arguments: Namespace) -> int:
         store = open_store(recipe)
         found = chosen_tasks(recipe, store, arguments, 1, bar)
         (task,) = found.tasks
-        if found.side == "train" and recipe.tasks.augment is not None:
+        if found.side == SIDES["train"] and recipe.tasks.augment is not None:
             task = augmented_task(task, recipe.tasks.augment, recipe.seed, found.number)
         page = Page(arguments.out or Path("runs") / "show" / recipe.name)
-        page.head(task, f"tasks.{found.side}, number {found.number}")
+        page.head(task, f"{found.side}, number {found.number}")
         if found.note:
             page.say(found.note, "yellow")
         bar.begin(f"loading the tokenizer and the chat template of {recipe.model.path}")
@@ -69,7 +70,7 @@ def run(arguments: Namespace) -> int:
             bar.progress.stop()
             if session.stand_in:
                 page.say(f"The files of {recipe.model.path} are not here: {session.stand_in} replaces it.", "yellow")
-            page.show(session, task, recipe.held_out_rollout if found.side == "evaluate" else recipe.rollout)
+            page.show(session, task, recipe.held_out_rollout if found.side == SIDES["evaluate"] else recipe.rollout)
     return 0
 
 
@@ -86,7 +87,9 @@ class Page:
         """What is known of a task before its prompt is rendered."""
         self.say(f"── task {task.id} ({place}) ──", "bold")
         spec = task.environment
-        if spec is not None:
+        if spec is not None and spec.name == RECORDED:
+            self.say(f"a recorded episode of {counted(len(task.demonstration), 'turn')}")
+        elif spec is not None:
             options = ", ".join(f"{name}={value!r:.60}" for name, value in spec.options.items())
             self.say(f"environment {spec.name}, seed {spec.seed}" + (f", {options}" if options else ""))
         known = {"answer": task.answer, **{name: task.metadata.get(name) for name in ("category", "type")}}

@@ -19,13 +19,19 @@ from sensorium.recipe.schema import AugmentSection
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import Augmentation
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.vocabulary.task import Task
+from sensorium.vocabulary.task import OBSERVED, RECORDED, Task
 
 DIGITS = 4  # of the numbers drawn: they are shown to people
 
 
 def augmented_task(task: Task, section: AugmentSection, seed: int, row: int) -> Task:
-    """A task with augmented media, a function of the run's seed and the number of the row within the run."""
+    """A task with augmented media, a function of the run's seed and the number of the row within the run.
+
+    What an environment showed stays as it is, also in a recording: a crop would falsify the places of clicks.
+    """
+    spec = task.environment
+    if spec is not None and spec.name == RECORDED and spec.options[OBSERVED]:
+        return task
 
     def changed(media: Media) -> Media:
         chance = Random(f"{seed} {row} {task.id} {media.key}")  # by content, so equal media of a task stay equal

@@ -551,10 +551,13 @@ def _rounded_up(factor: float, count: int) -> int:
 
 
 class WarmStartSection(Section):
-    """A supervised stage before RL, in the same loop: demonstrations are played and learned."""
+    """A supervised stage before RL, in the same loop: demonstrations are played, or read as recorded, and learned."""
 
     steps: int = Field(default=0, ge=0, description="supervised steps before RL; 0: none")
     prompts_per_step: int = Field(default=32, ge=1, description="demonstrations a step")
+    demonstrations: Path | None = Field(
+        default=None, description="folder of `sensorium record`, read instead of playing the tasks' demonstrations"
+    )
     optimizer: OptimizerSection = Field(default=OptimizerSection(lr=1e-3), description="the warm start's own optimizer")
 
 

@@ -216,6 +216,12 @@ def group_card(logged: LoggedGroup, album: Album) -> str:
     return _card(group.task, group.episodes[0], album, body, f"step {logged.step}")
 
 
+def demonstration_card(task: Task, episode: Episode, album: Album) -> str:
+    """One recorded demonstration."""
+    album.learn(episode)
+    return _card(task, episode, album, _attempt(episode, album), "recorded")
+
+
 def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> str:
     shown = task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ()))
     multi = " long" if len(episode.turns) > 1 else ""

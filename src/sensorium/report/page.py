@@ -13,13 +13,21 @@ from typing import Any, get_args
 
 from sensorium import __version__
 from sensorium.data.decoder import open_decoder
+from sensorium.data.demonstrations import DemonstrationRows, episodes_of
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.plan import placed_by, placed_processes, section_name
 from sensorium.recipe.schema import MediaSection
 from sensorium.recipe.yaml import read_yaml, write_yaml
 from sensorium.report.album import Album
-from sensorium.report.cards import Kind, compare_evaluations, comparison_card, group_card, training_groups
+from sensorium.report.cards import (
+    Kind,
+    compare_evaluations,
+    comparison_card,
+    demonstration_card,
+    group_card,
+    training_groups,
+)
 from sensorium.report.charts import Axis, Series, line_chart
 from sensorium.report.console import duration
 from sensorium.report.tables import interval_text, majority_text, share
@@ -36,6 +44,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 MEDIA_BYTES = 4 * 1024 * 1024
 AGE = "staleness/share_"
 STEPS_NAMED = 12
+DEMONSTRATIONS = 3  # recorded ones that are shown
 KIND = "accuracy/"
 CURVES, AVERAGED = 6, 10  # curves in one chart, and steps in a mean
 WORDS = {
@@ -326,6 +335,7 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
         section("Stage by stage" if warm else "Before and after", "table", stage_table(summaries, warm)),
         section("Training by kind of task", "table", kinds_table(rows)),
         section("The same questions, before and after", "compared", _compared(directory, album, comparisons, warm)),
+        section("Recorded demonstrations", "groups", _demonstrations(recipe, album)),
         section("Groups from training", "groups", _groups(directory, album, groups, _estimator(recipe))),
         section("Processes", "table processes", processes_section(recipe, rows, axis)),
         section("In detail", "details", _detail_charts(rows, axis)),
@@ -437,6 +447,20 @@ def _compared(directory: RunDirectory, album: Album, limit: int, warm: int) -> s
 
 def _estimator(recipe: Mapping[str, Any]) -> str:
     return str(recipe.get("algorithm", {}).get("advantage", {}).get("name", "grpo"))
+
+
+def _demonstrations(recipe: Mapping[str, Any], album: Album) -> str:
+    """What a warm start read, as far as the recording is still there: its facts and its first episodes."""
+    section = recipe.get("warm_start") or {}
+    if not section.get("demonstrations") or not section.get("steps"):
+        return ""
+    try:
+        rows = DemonstrationRows(Path(str(section["demonstrations"])).expanduser(), album.decoder.store)
+        cards = "".join(demonstration_card(task, episode, album) for task, episode in episodes_of(rows, DEMONSTRATIONS))
+        note = ". ".join(rows.summary.lines)
+    except (SensoriumError, OSError) as error:
+        cards, note = "", f"The demonstrations that the warm start read cannot be shown: {error}"
+    return f'<p class="note">{escape(note)}</p><div class="cards">{cards}</div>'
 
 
 def _groups(directory: RunDirectory, album: Album, each: int, estimator: str) -> str:

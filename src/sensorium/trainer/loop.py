@@ -18,6 +18,7 @@ from sensorium.assembly.determinism import random_state, restore_random_state, s
 from sensorium.assembly.playing import sampling_of
 from sensorium.assembly.session import Session
 from sensorium.cluster.event_loop import set_aside, set_aside_more, take_back
+from sensorium.data.demonstrations import DemonstrationRows
 from sensorium.data.mixture import SkippedRow
 from sensorium.data.planner import Planner
 from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_scored
@@ -51,7 +52,7 @@ from sensorium.trainer.step_metrics import (
     episode_metrics,
     staleness_metrics,
 )
-from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, remember_media, skip_metrics
+from sensorium.trainer.task_loader import TaskLoader, drawn_by_position, recorded_loader, remember_media, skip_metrics
 from sensorium.vocabulary.episode import Group, Status
 from sensorium.vocabulary.errors import NonFiniteUpdate, SensoriumError
 from sensorium.vocabulary.plain import counted
@@ -77,12 +78,16 @@ class Trainer:
         directory: RunDirectory,
         ledger: Ledger,
         watcher: Watcher,
+        recorded: DemonstrationRows | None = None,
     ) -> None:
         self.recipe, self.session, self.learner = recipe, session, learner
         self.directory, self.ledger, self.watcher = directory, ledger, watcher
         self.metrics = MetricsFile(directory.metrics)
         terms = session.scorer.terms if recipe.steps else ()  # a warm start alone has no reward
         self.loader = TaskLoader(recipe.tasks, planner, session.rollout, watcher.noted, terms, recipe.seed)
+        self.shown = self.loader
+        if recorded is not None:
+            self.shown = recorded_loader(recipe, recorded, session.rollout, watcher.noted)
         self.meter, self.categories = MediaMeter(session), CategoryAccuracy()
         self.collector = Collector(recipe, session, self.loader, ledger, watcher)
         self.schedule = make_schedule(recipe, self.collector, lambda: Clock(session, self._announce_ahead))
@@ -276,15 +281,15 @@ class Trainer:
         clock = Clock(self.session, self._announce)
         recipe, step = self.recipe, self.step + 1
         with clock("draw"):
-            before = self.loader.drawn
-            drawn = await self.loader.draw(recipe.warm_start.prompts_per_step)
-            self.ledger.plan(step, before, self.loader.drawn)
+            before = self.shown.drawn
+            drawn = await self.shown.draw(recipe.warm_start.prompts_per_step)
+            self.ledger.plan(step, before, self.shown.drawn)
         attempt = Attempt(recipe.seed, step, "warm", demonstrate=True)
         with clock("rollout"):
             groups = await self.session.rollout.stream(drawn.tasks, 1, attempt, sampling_of(recipe.rollout)).in_order()
         self.ledger.advance(step, "rolled_out")
         self._look_ahead(step)
-        groups, long = self.loader.without_long_prompts(groups)
+        groups, long = self.shown.without_long_prompts(groups)
         played = [e for group in groups for e in group.episodes if e.sampled_tokens]
         samples = [[CreditedEpisode(e, tuple(torch.ones(len(turn.response.tokens)) for turn in e.turns))] for e in played]
         with clock("update"):
@@ -298,8 +303,10 @@ class Trainer:
         """Begin to read the tasks of the step after the last one played, and to decode their media."""
         section = self.recipe.warm_start
         if played < self.total_steps:
-            wanted = self.recipe.selection.played(self.recipe.batch.prompts_per_step)
-            self.loader.look_ahead(section.prompts_per_step if played < section.steps else wanted)
+            if played < section.steps:
+                self.shown.look_ahead(section.prompts_per_step)
+            else:
+                self.loader.look_ahead(self.recipe.selection.played(self.recipe.batch.prompts_per_step))
 
     def _update(self, samples: list[list[CreditedEpisode]], loss: str, groups: Sequence[Group]) -> dict[str, float]:
         """Update the policy; a non-finite update stops here with the batch kept on disk."""
@@ -418,6 +425,7 @@ class Trainer:
             "sound_at": self.sound_at,
             "eager": self.eager,
             "categories": list(self.categories.names),
+            **({} if self.shown is self.loader else {"demonstrations": self.shown.state_dict()}),
             "random": random_state(),
             "surroundings": surroundings(),
         }
@@ -441,6 +449,8 @@ class Trainer:
             state = {**state, "tasks": drawn_by_position(state["position"])}
         if state["tasks"] is not None:  # of a fork with other tasks
             self.schedule.load_state_dict(state)
+        if self.shown is not self.loader and "demonstrations" in state:
+            self.shown.load_state_dict(state["demonstrations"])
         self.best = None if state["best"] is None else Best(**state["best"])
         self.sound_at, self.categories.names = state["sound_at"], list(state.get("categories", ()))
         self.learner.load(self.checkpoints.path(self.step))
@@ -461,7 +471,7 @@ class Trainer:
         with ExitStack() as closing:  # all of them, whatever one of them raises; the last first
             if self._froze:
                 closing.callback(take_back)  # a process may train more than once
-            for part in (self.ledger, self.session, self.learner, self.schedule, self.loader):
+            for part in (self.ledger, self.session, self.learner, self.schedule, self.loader, self.shown):
                 closing.callback(part.close)
             closing.callback(self.watcher.finished)
             closing.callback(self.heartbeat.close, end)

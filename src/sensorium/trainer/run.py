@@ -19,6 +19,7 @@ from sensorium.assembly.playing import make_stream, open_store
 from sensorium.assembly.session import open_session, refuse_strange_tasks, refuse_unanswered
 from sensorium.cluster.event_loop import run_async
 from sensorium.cluster.ray_host import found_cluster
+from sensorium.data.demonstrations import demonstrations_of
 from sensorium.data.media_store import FilesRead
 from sensorium.data.mixture import a_few, each_once, make_sources, resolve_epochs
 from sensorium.data.planner import CausalSource, make_planner
@@ -119,24 +120,28 @@ def open_trainer(
     held_out, skipped = each_once(sources, limit=recipe.evaluation.limit, on_bad_row=recipe.tasks.on_bad_row)
     needs_history = any(isinstance(source, CausalSource) for source in stream.sources)
     few = a_few(stream.sources, on_bad_row="skip" if resume or needs_history else recipe.tasks.on_bad_row)
-    refuse_without_demonstrations(recipe, few)
+    recorded = demonstrations_of(recipe, store)
+    shown = few if recorded is None else a_few([recorded], on_bad_row="skip" if resume else recipe.tasks.on_bad_row)
+    refuse_without_demonstrations(recipe, shown)
+    looked_at = [*few, *held_out, *(() if recorded is None else shown)]
+    rows = [*stream.sources, *sources, *(() if recorded is None else (recorded,))]
     with _closed_if_it_fails() as closings:
         session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
         closings.append(lambda _: session.close())
         if recipe.cluster.shared and session.processes:
             early.noted(f"{len(session.processes)} of them are up; the learner's ranks come last")
-        refuse_strange_tasks(session, [*held_out, *few])
+        refuse_strange_tasks(session, looked_at)
         unanswered = refuse_unanswered(session, few if recipe.steps else (), held_out)  # a warm start alone has no reward
         sampling = session.policy.chat.media_format.frame_rule.sampling
         if resume:
-            refuse_other_frames(directory, recorded_sampling(directory), sampling, [*few, *held_out])
+            refuse_other_frames(directory, recorded_sampling(directory), sampling, looked_at)
         if not resume or not directory.source.exists():
             write_source(recipe, directory, sampling)
         if resume and directory.tasks.exists():
-            found += changed_tasks(directory, [*few, *held_out], [*stream.sources, *sources])
+            found += changed_tasks(directory, looked_at, rows)
         else:
-            remember_tasks(directory, [*few, *held_out], [*stream.sources, *sources])
-        plan = for_tasks(make_plan(recipe, session.policy.model.config.to_dict()), [*few, *held_out])
+            remember_tasks(directory, looked_at, rows)
+        plan = for_tasks(make_plan(recipe, session.policy.model.config.to_dict()), looked_at)
         found += filter(None, [disk_note(recipe, plan), memory_note(recipe, plan)])
         if session.policy.general is not None:
             found += [general_note(recipe), *(f"model: {note}" for note in session.policy.general.notes)]
@@ -150,19 +155,27 @@ def open_trainer(
         for _, ids, advice in placeholder_notes(held_out):  # TaskLoader notes those of tasks.train
             watcher.noted(f"tasks.evaluate: {len(ids)} of {len(held_out)} tasks, the first {ids[0]}: {advice}.")
         if not resume or notes:  # an unchanged resumed run has reported them
-            long = long_demonstrations(recipe, few, lambda text: len(session.rollout.chat.respond(text, "").tokens))
+            long = long_demonstrations(recipe, shown, lambda text: len(session.rollout.chat.respond(text, "").tokens))
             for place, of_place in {"train": stream.sources, "evaluate": sources}.items():
                 for i, source in enumerate(of_place):
                     for note in unread_notes(source):
                         watcher.noted(f"tasks.{place}.{i}: {note}")
+            recording = () if recorded is None else [f"warm_start.demonstrations: {n}" for n in recorded.summary.lines]
             beyond = context_note(recipe, plan.model) if plan.model is not None else ""
-            for note in (*cautions(recipe), *filter(None, [beyond]), *start_notes(recipe, few), *long, *unanswered):
+            for note in (
+                *cautions(recipe),
+                *filter(None, [beyond]),
+                *start_notes(recipe, few, shown),
+                *recording,
+                *long,
+                *unanswered,
+            ):
                 watcher.noted(note)
             for note in trial_notes(session.scorer.terms, few) if recipe.steps else ():
                 watcher.attention(f"ATTENTION: {note}")
         learner = (make_learner or _learner_maker(recipe))(recipe, session, directory, saved)
         closings.append(lambda _: learner.close())
-        trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher)
+        trainer = Trainer(recipe, session, learner, planner, held_out, directory, ledger, watcher, recorded)
         closings[:] = [trainer.close]
         if last is not None:
             try:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sensorium.data.augmentation import augmented_task
+from sensorium.data.demonstrations import DemonstrationRows, RecordedStream
 from sensorium.data.media_files import open_regular
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import SkippedRow, TaskSource, none_left, with_way_out
-from sensorium.data.planner import GroupOutcome, PlannedTasks, Planner
+from sensorium.data.planner import GroupOutcome, MixturePlanner, PlannedTasks, Planner
 from sensorium.data.row_format import placeholder_notes
 from sensorium.learner.saved_state import not_plain
-from sensorium.recipe.schema import RolloutSection, TasksSection
+from sensorium.recipe.schema import PlannerSection, Recipe, RolloutSection, TasksSection
 from sensorium.rewards.reward_term import Term, refuse_unreadable
 from sensorium.rewards.scorer import task_digest
 from sensorium.rollout.live import media_of
@@ -223,8 +224,10 @@ class TaskLoader:
         noted: Callable[[str], None] = lambda text: None,
         terms: Sequence[tuple[Term, float]] = (),
         seed: int = 0,
+        names: Sequence[str] = (),
     ) -> None:
         self._terms, self._seed = terms, seed
+        self._names = names or [f"tasks.train.{i} ({source.source})" for i, source in enumerate(section.train)]
         self.section, self.planner, self.rollout = section, planner, rollout
         self.drawn = 0  # rows since the run began, skipped ones included
         self._notes = SkipNotes(noted)
@@ -391,12 +394,11 @@ class TaskLoader:
         """Note, once for each source, that its rows are drawn a second time."""
         before, self._turns = self._turns, self._planner_turns()
         sources = getattr(getattr(self.planner, "stream", None), "sources", ())
-        for i, (source, was, now) in enumerate(zip(sources, before, self._turns, strict=False)):
+        for name, source, was, now in zip(self._names, sources, before, self._turns, strict=False):
             if was <= len(source) < now:
                 order = "in another order" if self.section.shuffle else "in the same order"
                 self._noted(
-                    f"all {len(source):,} rows of tasks.train.{i} ({self.section.train[i].source}) have been drawn once; "
-                    f"from here on they come again, {order}"
+                    f"all {len(source):,} rows of {name} have been drawn once; from here on they come again, {order}"
                 )
 
     def _note_placeholders(self, tasks: Sequence[Task]) -> None:
@@ -460,6 +462,15 @@ class TaskLoader:
         if reading.cancelled() or reading.exception() is not None:
             return
         self.rollout.chat.request(media_of(message for task in reading.result().tasks for message in task.messages))
+
+
+def recorded_loader(recipe: Recipe, rows: DemonstrationRows, rollout: Rollout, noted: Callable[[str], None]) -> TaskLoader:
+    """A loader that draws recorded demonstrations, in their order."""
+    stream = RecordedStream(
+        [rows], [1.0], seed=recipe.seed, shuffle=recipe.tasks.shuffle, on_bad_row=recipe.tasks.on_bad_row
+    )
+    section = recipe.tasks.model_copy(update={"planner": PlannerSection()})
+    return TaskLoader(section, MixturePlanner(stream), rollout, noted, (), recipe.seed, ["warm_start.demonstrations"])
 
 
 def drawn_by_position(position: int) -> dict[str, Any]:

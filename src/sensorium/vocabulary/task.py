@@ -6,6 +6,9 @@ from typing import Any
 
 from sensorium.vocabulary.content import Message
 
+RECORDED = "recorded"  # the environment that plays a row again
+OBSERVED = "observed"  # option of that environment: an environment showed what was recorded, not a question
+
 
 @dataclass(frozen=True)
 class EnvironmentSpec:

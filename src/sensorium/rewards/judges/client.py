@@ -228,6 +228,8 @@ class ModelAsker:
                 request.form.parse(found.text)
             except ValueError as error:
                 problem = CallProblem(str(error), "malformed", text=found.text)
+            if request.whole and found.cut:
+                problem = CallProblem("its answer was cut off at max_tokens", "cut", again=False)
         outcome = "answered" if problem is None else problem.outcome
         row = CallRow(request.key, request.model, member.endpoint.place, outcome, *tokens, seconds)
         if problem is not None:

@@ -75,6 +75,7 @@ class JudgeRequest:
 
     ``parameters`` go to the endpoint as they are (temperature, max_tokens, seed). ``draw`` tells apart several answers to
     one question where the temperature is above 0. ``video``: as ``frames`` (pictures with their times) or as a ``file``.
+    ``whole``: an answer that was cut off at max_tokens is refused.
     """
 
     model: str
@@ -84,6 +85,7 @@ class JudgeRequest:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     draw: int = 0
     video: str = "frames"
+    whole: bool = False
 
     @property
     def key(self) -> str:

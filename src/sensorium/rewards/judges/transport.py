@@ -142,11 +142,12 @@ def estimated_tokens(messages: list[dict[str, Any]], most: int) -> int:
 
 @dataclass(frozen=True)
 class Reply:
-    """A judge's text and its tokens."""
+    """A judge's text and its tokens. ``cut``: max_tokens ended it."""
 
     text: str
     input_tokens: int
     output_tokens: int
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,8 @@ class Transport:
         usage = getattr(found, "usage", None)
         counts = [getattr(usage, name, 0) for name in ("prompt_tokens", "completion_tokens")]
         tokens = [count if isinstance(count, int) and 0 <= count <= MOST_TOKENS else 0 for count in counts]
-        return Reply(_sendable(str(masked(text, self.secrets))), *tokens)
+        cut = getattr(found.choices[0], "finish_reason", "") == "length"
+        return Reply(_sendable(str(masked(text, self.secrets))), tokens[0], tokens[1], cut)
 
     def _excerpt(self, text: str) -> str:
         """The beginning of a message; keys are masked first, so that none is cut in two."""

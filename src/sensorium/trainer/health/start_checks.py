@@ -24,19 +24,23 @@ def refuse_without_demonstrations(recipe: Recipe, tasks: Sequence[Task]) -> None
         )
 
 
-def start_notes(recipe: Recipe, tasks: Sequence[Task]) -> Iterator[str]:
-    """Notes about likely mistakes; an augmentation of which nothing can come is refused."""
+def start_notes(recipe: Recipe, tasks: Sequence[Task], shown: Sequence[Task] | None = None) -> Iterator[str]:
+    """Notes about likely mistakes. The warm start learns from ``shown``, if recorded, else from the tasks.
+
+    An augmentation of which nothing can come is refused.
+    """
     yield from augmentation_notes(recipe.tasks.augment, tasks) if tasks else ()
-    lacking = [task for task in tasks if not has_demonstration(task)] if recipe.warm_start.steps else []
+    shown = tasks if shown is None else shown
+    lacking = [task for task in shown if not has_demonstration(task)] if recipe.warm_start.steps else []
     if lacking:
         yield (
-            f"{len(lacking)} of {len(tasks)} tasks looked at have no demonstration; the warm start leaves such tasks out. "
+            f"{len(lacking)} of {len(shown)} tasks looked at have no demonstration; the warm start leaves such tasks out. "
             f"The first is {lacking[0].id}."
         )
-    turns = max((len(task.demonstration) for task in tasks if task.environment is not None), default=0)
+    turns = max((len(task.demonstration) for task in shown if task.environment is not None), default=0)
     if turns > recipe.rollout.max_turns:
         yield (
-            f"demonstrations of the {len(tasks)} tasks looked at take up to {turns} turns, and rollout.max_turns is "
+            f"demonstrations of the {len(shown)} tasks looked at take up to {turns} turns, and rollout.max_turns is "
             f"{recipe.rollout.max_turns}: no episode can end as they do. Raise it to {turns} at least."
         )
     if recipe.cluster.environments and tasks and all(task.environment is None for task in tasks):
