@@ -46,12 +46,47 @@ def test_places_go_to_the_lowest_order_and_a_cancelled_wait_costs_none() -> None
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         later[2].cancel()
+        await asyncio.wait([later[2]])
         gate.set()
         await asyncio.gather(first, *later[:2], later[3])
         await pool.call(lambda: ended.append(()), LONG_S)
 
     asyncio.run(many())
     assert ended == [(1, 0), (1, 1), (2, 0), ()]
+
+
+def test_the_next_call_begins_while_the_event_loop_is_busy() -> None:
+    pool = WorkerPool("test", size=1)
+    gate, begun = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        calls = [
+            asyncio.create_task(pool.call(lambda: gate.wait(LONG_S), LONG_S)),
+            asyncio.create_task(pool.call(begun.set, LONG_S)),
+        ]
+        await asyncio.sleep(0)
+        gate.set()
+        assert begun.wait(LONG_S), "the loop does nothing else meanwhile"
+        await asyncio.gather(*calls)
+
+    asyncio.run(run())
+
+
+def test_callers_that_wait_for_a_place_are_all_refused_where_no_thread_can_be_had(forever: threading.Event) -> None:
+    pool = WorkerPool("judge", size=1, most_hung=1)
+
+    async def run() -> None:
+        stuck = asyncio.create_task(pool.call(lambda: forever.wait(LONG_S), 0.05))
+        waiting = [asyncio.create_task(pool.call(lambda: 1, LONG_S)) for _ in range(2000)]
+        found = await asyncio.gather(stuck, *waiting, return_exceptions=True)
+        assert isinstance(found[0], CallOverdue)
+        assert all(isinstance(error, NoWorker) for error in found[1:])
+        forever.set()
+        while pool.hung:
+            await asyncio.sleep(0.01)
+        assert (await pool.call(lambda: 2, LONG_S)).value == 2
+
+    asyncio.run(run())
 
 
 def test_threads_that_hang_are_replaced_until_too_many_do(forever: threading.Event) -> None:

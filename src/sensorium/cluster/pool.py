@@ -2,7 +2,7 @@
 
 Invariants:
 - At most ``size`` calls run at once. A call's deadline counts from its begin; time spent waiting for a slot is counted
-  separately.
+  separately. The thread whose call ends begins the next one that waits: an event loop that is busy does not hold it up.
 - Waiting for a slot is bounded: a call gives its slot back when it ends or is overdue, so n waiting calls wait at most
   ⌈n / size⌉ deadlines.
 - A worker whose call is overdue is abandoned and replaced. While ``most_hung`` of them still hang, calls are refused.
@@ -108,7 +108,10 @@ class Worker:
 
     def submit(self, function: Callable[[], Any], deadline_s: float) -> Call:
         """Queue a call; it begins when those before it have ended."""
-        call = Call(function, deadline_s)
+        return self.take(Call(function, deadline_s))
+
+    def take(self, call: Call) -> Call:
+        """Queue a call that exists."""
         self._given += 1
         self._calls.put(call)
         return call
@@ -220,6 +223,25 @@ class Slots:
         self._free += 1
 
 
+class Turn:
+    """A call that waits for a slot of a pool or has one, until it ends or its caller leaves. ``lent``: the worker it has.
+
+    ``refused``: why it got no worker. ``wake`` is called, in any thread, when it ends or is refused.
+    """
+
+    def __init__(self, call: Call, leased: Worker | None, wake: Callable[[], None]) -> None:
+        self.call, self.leased, self.wake = call, leased, wake
+        self.asked, self.waited_s = time.monotonic(), 0.0
+        self.lent: Worker | None = None
+        self.refused: NoWorker | None = None
+        self.placed = self.left = False  # it was given a slot; it needs none any longer
+
+    @property
+    def waits(self) -> bool:
+        """False once there is something to tell the caller; stuck in this call, or in one before it, counts."""
+        return self.call.ended is None and self.refused is None and not (self.lent is not None and self.lent.stuck)
+
+
 class WorkerPool:
     """Daemon threads, started when needed and reused. One pool serves several event loops, one after the other."""
 
@@ -232,7 +254,8 @@ class WorkerPool:
         self._left: list[Worker] = []
         self._started = 0
         self._lock = threading.Lock()
-        self._slots = Slots(size)
+        self._free, self._arrivals, self._slots_lock = size, count(), threading.Lock()
+        self._waiting: list[tuple[Sequence[int], int, Turn]] = []
 
     @property
     def hung(self) -> int:
@@ -280,26 +303,30 @@ class WorkerPool:
         lowest ``order`` of those that wait for one, so that what began first ends first.
         """
         loop = asyncio.get_running_loop()
-        async with self._slots.one(order) as waited_s:
-            lent = worker if worker is not None else self.lease()
-            call = lent.submit(function, deadline_s)
-            ended: asyncio.Future[None] = loop.create_future()
+        ended: asyncio.Future[None] = loop.create_future()
 
-            def end() -> None:
-                if not ended.done():
-                    ended.set_result(None)
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
 
-            def wake() -> None:
-                with suppress(RuntimeError):  # the loop is closed: nobody waits for this call any more
-                    loop.call_soon_threadsafe(end)
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for this call any more
+                loop.call_soon_threadsafe(end)
 
-            call.when_ended(wake)
-            try:
-                while call.ended is None and not lent.stuck:  # stuck in this call, or in one before it
-                    await asyncio.wait({ended}, timeout=max(0.001, call.left_s))
-            finally:
-                self._count(call, lent, worker, waited_s, counted)
-            return self._outcome(call)
+        turn = Turn(Call(function, deadline_s), worker, wake)
+        turn.call.when_ended(lambda: self._leave(turn))
+        turn.call.when_ended(wake)
+        self._enter(turn, order)
+        try:
+            while turn.waits:
+                await asyncio.wait({ended}, timeout=max(0.001, turn.call.left_s))
+        finally:
+            self._leave(turn)
+            if counted and turn.lent is not None:
+                self.counters.add(turn.waited_s, turn.call.seconds)
+        if turn.refused is not None:
+            raise turn.refused
+        return self._outcome(turn.call)
 
     def call_now(self, function: Callable[[], Any], deadline_s: float, worker: Worker | None = None) -> Call:
         """``call`` for callers without an event loop: blocks, and needs no slot."""
@@ -309,7 +336,9 @@ class WorkerPool:
             while not call.wait(call.left_s) and not lent.stuck:
                 continue
         finally:
-            self._count(call, lent, worker, 0.0)
+            self.counters.add(0.0, call.seconds)
+            if worker is None:
+                self.give_back(lent)
         return self._outcome(call)
 
     @contextmanager
@@ -334,11 +363,57 @@ class WorkerPool:
         for worker in idle:
             worker.stop()
 
-    def _count(self, call: Call, lent: Worker, leased: Worker | None, waited_s: float, counted: bool = True) -> None:
-        if counted:
-            self.counters.add(waited_s, call.seconds)
-        if leased is None:
-            self.give_back(lent)
+    def _enter(self, turn: Turn, order: Sequence[int]) -> None:
+        """Begin a call, or let it wait for a slot."""
+        with self._slots_lock:
+            if not self._free:
+                heappush(self._waiting, (order, next(self._arrivals), turn))
+                return
+            self._free -= 1
+            turn.placed = True
+        self._begin(turn)
+
+    def _begin(self, placed: Turn | None) -> None:
+        """Give a call that has a slot to a worker; one that gets none passes its slot on."""
+        while (turn := placed) is not None:
+            placed = None
+            turn.waited_s = time.monotonic() - turn.asked
+            try:
+                lent = turn.leased if turn.leased is not None else self.lease()
+            except NoWorker as error:
+                turn.refused, placed = error, self._next(turn)
+                turn.wake()
+                continue
+            with self._slots_lock:
+                if not turn.left:
+                    turn.lent = lent
+                    lent.take(turn.call)
+                    continue
+            if turn.leased is None:
+                self.give_back(lent)
+
+    def _leave(self, turn: Turn) -> None:
+        """A call ends, or its caller leaves: its slot goes to the first that waits."""
+        self._begin(self._next(turn))
+
+    def _next(self, turn: Turn) -> Turn | None:
+        """The call that gets the slot of one that leaves, if it has one that it did not give up before."""
+        with self._slots_lock:
+            if turn.left:
+                return None
+            turn.left = True
+            if not turn.placed:
+                return None
+        if turn.lent is not None and turn.leased is None:
+            self.give_back(turn.lent)
+        with self._slots_lock:
+            while self._waiting:
+                following = heappop(self._waiting)[-1]
+                if not following.left:
+                    following.placed = True
+                    return following
+            self._free += 1
+            return None
 
     def _outcome(self, call: Call) -> Call:
         if call.ended is None:
