@@ -7,6 +7,7 @@ python -m bench all [--limit-s 540] [--cases W1,Q35] [--out all.json]
 
 A row is printed when its case ends, and ``--out`` is written then. The ratio is the time over that of the same command
 under "today" in bench/baselines/h200.json (of tokens a second: theirs over ours); above 1.03 is slower than allowed.
+A3B's model takes 57 GiB of SENSORIUM_BENCH_MODELS (or of the folder for temporary files), the others 7 to 17.
 """
 
 import json
