@@ -57,8 +57,9 @@ def credit_to_json(credit: EpisodeCredit) -> Json:
     """The fields of a log row; one number for a turn whose advantages are all alike. Nine digits preserve a float32."""
     if not credit.advantages:
         return {"fate": credit.fate}
-    turns = [[float(f"{value:.9g}") for value in turn] for turn in credit.advantages]
-    return {"fate": credit.fate, "advantages": [turn[0] if len(set(turn)) == 1 else turn for turn in turns]}
+    turns = [turn[:1] if turn and turn.count(turn[0]) == len(turn) else turn for turn in credit.advantages]
+    short = [[float(f"{value:.9g}") for value in turn] for turn in turns]
+    return {"fate": credit.fate, "advantages": [turn[0] if len(set(turn)) == 1 else turn for turn in short]}
 
 
 def credit_from_json(row: Mapping[str, Any], episode: Episode) -> EpisodeCredit | None:
@@ -171,12 +172,14 @@ def episode_to_json(episode: Episode, *, routes: bool = False) -> Json:
     """An episode, its segments once."""
     table: list[Segment] = []
     places: dict[Segment, int] = {}
+    seen: dict[int, int] = {}  # by identity: the hash of a segment is that of all its tokens
 
     def place(segment: Segment) -> int:
-        found = places.setdefault(segment, len(table))
-        if found == len(table):
-            table.append(segment)
-        return found
+        if id(segment) not in seen:
+            found = seen[id(segment)] = places.setdefault(segment, len(table))
+            if found == len(table):
+                table.append(segment)
+        return seen[id(segment)]
 
     threads = [{"segments": [place(s) for s in thread.segments], "home": list(thread.home)} for thread in episode.threads]
     turns = [
