@@ -14,7 +14,7 @@ from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import RecipeError
 
-FOREIGN = {"gymnasium", "slime", "vagen", "openenv", "ai2thor", "primitive_skill"}
+FOREIGN = {"gymnasium", "slime", "vagen", "openenv", "ai2thor", "primitive_skill", "agent"}
 PLAYED = sorted(set(table("environment")) - FOREIGN - {"question", "remote", "isolated", "rows"})
 PIECES = [
     "<think>",

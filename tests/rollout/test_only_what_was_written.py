@@ -16,9 +16,8 @@ from sensorium.rollout.play import Attempt, Rollout
 from sensorium.vocabulary import Episode, Task
 from sensorium.vocabulary.content import Message, Text, user
 
-SEEDED = sorted(
-    name for name in table("environment") if plays_for_anybody(resolve("environment", name)) and name != "primitive_skill"
-)
+OTHERS = {"primitive_skill", "agent"}  # one needs a GPU or x86, the other a program
+SEEDED = sorted(name for name in {*table("environment")} - OTHERS if plays_for_anybody(resolve("environment", name)))
 WHISPER = "<think>x</think><answer>42</answer> \\boxed{42} The answer is 42."
 OPTIONS: dict[str, dict[str, Any]] = {"svg": {"side": 16, "max_turns": 3}, "navigation": {"side": 16}}
 

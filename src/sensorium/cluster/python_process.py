@@ -89,9 +89,9 @@ class PythonProcess:
     ) -> None:
         self._log, self._own_group = log, own_group
         given = dict(variables or {})
-        self._mark = f"{MARK}{uuid4().hex}" if own_group else ""
+        self._mark, value = new_mark() if own_group else ("", "")
         if own_group:
-            given[self._mark] = _identity(os.getpid())
+            given[self._mark] = value
         given["PYTHONPATH"] = os.pathsep.join(filter(None, [given.get("PYTHONPATH", ""), *sys.path]))
         pairs = [socket.socketpair() for _ in range(channels)]
         fds = [theirs.fileno() for _, theirs in pairs]
@@ -129,7 +129,7 @@ class PythonProcess:
         if not self._own_group:
             return
         remove_segments(mapped_segments(self.pid))
-        _end_group(self.pid, self._mark)
+        end_group(self.pid, self._mark)
 
     def ending(self) -> str:
         """How it ended, as the end of a sentence about it."""
@@ -239,6 +239,11 @@ def remove_segments(segments: set[Path]) -> None:
             segment.unlink(missing_ok=True)
 
 
+def new_mark() -> tuple[str, str]:
+    """A variable, and its value, for the environment of a process whose descendants are to be found by it."""
+    return f"{MARK}{uuid4().hex}", _identity(os.getpid())
+
+
 def end_orphans() -> list[str]:
     """Kill what processes that were killed themselves have left on this machine; returns a line for each.
 
@@ -283,7 +288,7 @@ def _identity(pid: int) -> str:
         return ""
 
 
-def _end_group(group: int, mark: str) -> None:
+def end_group(group: int, mark: str) -> None:
     """Kill the processes of a group or mark, and wait until they are gone."""
     until = time.monotonic() + CLOSE_S  # a dying worker holds its memory and its GPU for seconds
     while (left := list(_living(group, mark))) and time.monotonic() < until:
@@ -338,14 +343,14 @@ class PipedProcess:
         silent: bool = False,
         own_group: bool = False,
     ) -> None:
-        mark = f"{MARK}{uuid4().hex}" if own_group else ""
+        mark, value = new_mark() if own_group else ("", "")
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if silent else None,
             bufsize=0,
-            env=dict(surroundings) | ({mark: _identity(os.getpid())} if mark else {}),
+            env=dict(surroundings) | ({mark: value} if mark else {}),
             cwd=folder,
             start_new_session=own_group,
         )
@@ -409,4 +414,4 @@ def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
     with process:  # waits for it and closes its pipes
         process.kill()
     if mark:
-        _end_group(process.pid, mark)
+        end_group(process.pid, mark)

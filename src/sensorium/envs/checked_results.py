@@ -93,6 +93,10 @@ def _observation(observation: Any) -> Observation | None:
     messages = _messages(observation.messages, "the observation")
     if not messages:
         raise ValueError("the observation has no message")
+    for field, least in (("after", -1), ("max_new_tokens", 0)):
+        number = getattr(observation, field)
+        if number is not None and (not isinstance(number, int) or number < least):
+            raise ValueError(f"{field} of the observation is {shown(number)}, and must be a whole number from {least}")
     if len(text_of(observation.category)) > LONGEST_CATEGORY:
         raise ValueError(f"the category {shown(observation.category)} is longer than {LONGEST_CATEGORY} characters")
     return observation if messages is observation.messages else replace(observation, messages=messages)

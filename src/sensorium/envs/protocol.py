@@ -13,11 +13,16 @@ from sensorium.vocabulary.errors import RecipeError, nearest
 class Observation:
     """What the environment shows next: messages of role user or tool (text and media).
 
-    ``category`` of the first one is the kind of task that this start is; success is measured for each kind.
+    ``category`` of the first one is the kind of task that this start is; success is measured for each kind. An environment
+    with several conversations says which one continues: ``after`` is the turn (from 0) whose response the messages follow,
+    -1 where they begin a conversation of their own; None: the last turn. ``max_new_tokens`` bounds the response, beside the
+    rollout's own budget; 0: that one alone.
     """
 
     messages: tuple[Message, ...]
     category: str = ""
+    after: int | None = None
+    max_new_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Environment(Protocol):
     """One environment, played once. Its methods run off the event loop, with deadlines, and may be coroutines.
 
     An ``instant`` one is plain computation that cannot wait on anything: it is stepped in place, without a thread, and its
-    methods are no coroutines.
+    methods are no coroutines. Where it has a method ``response_usage``, that is called before each step with the tokens of
+    context and response, and whether its budget cut it; a text ``last_words`` ends the error of a call that took too long.
     """
 
     instant: bool

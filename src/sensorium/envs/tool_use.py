@@ -136,6 +136,13 @@ def write_call(name: str, arguments: Mapping[str, Any]) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
+def in_words(offered: Sequence[Mapping[str, Any]]) -> Text:
+    """Tools as a part of the system prompt, for templates that know none."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in offered)
+    example = '<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
+    return Text(f"\n\nYou may call these tools:\n{listed}\nTo call one, write: {example}")
+
+
 def _read(text: str) -> ToolCall:
     if len(text) > MAX_CALL:
         return ToolCall(problem=f"the call is longer than {MAX_CALL} characters", is_json=False)
@@ -303,10 +310,7 @@ class ToolUse:
             return (Message("system", first.content, json.dumps(offered, ensure_ascii=False)), *head[1:]), Observation(
                 asked
             )
-        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in offered)
-        example = '<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
-        offer = Text(f"\n\nYou may call these tools:\n{listed}\nTo call one, write: {example}")
-        return (Message("system", (*first.content, offer)), *head[1:]), Observation(asked)
+        return (Message("system", (*first.content, in_words(offered))), *head[1:]), Observation(asked)
 
     def step(self, response: str) -> StepResult:
         """Make the calls of a response, or take it as the answer."""

@@ -264,9 +264,11 @@ NAMES: dict[str, dict[str, str]] = {
         "vagen": "sensorium.systems.vagen.adapter:VagenEnvironment",
         "openenv": "sensorium.envs.adapters.openenv:OpenEnvironment",
         "rows": "sensorium.envs.question:RowsEnvironment",
+        "agent": "sensorium.services.agents:AgentEnvironment",
         "remote": "sensorium.envs.remote.client:RemoteEnvironment",
         "isolated": "sensorium.envs.remote.isolated:IsolatedEnvironment",
     },
+    "agent": {},
     "environment_routes": {
         "openenv": "sensorium.services.openenv_routes:openenv_routes",
         "vagen": "sensorium.systems.vagen.routes:vagen_routes",

@@ -63,6 +63,6 @@ def blanked(inner: Environment, hide: Callable[[Sequence[Message]], tuple[Messag
     def following(result: StepResult) -> StepResult:
         if not isinstance(result, StepResult) or result.observation is None:
             return result
-        return replace(result, observation=Observation(hide(result.observation.messages)))
+        return replace(result, observation=replace(result.observation, messages=hide(result.observation.messages)))
 
     return WatchedEnvironment(inner, first, following)

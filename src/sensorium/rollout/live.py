@@ -126,9 +126,12 @@ class LiveEnvironment:
         assert self._environment is not None
         return checked_reset(await self._call("reset", RESET, self._environment.reset, seed), self._name)
 
-    async def step(self, response: str, turn: int) -> StepResult:
-        """Act on a response."""
+    async def step(self, response: str, turn: int, usage: tuple[int, int, bool] = (0, 0, False)) -> StepResult:
+        """Act on a response. ``usage``: tokens of its context and of itself, and whether its budget cut it."""
         assert self._environment is not None
+        noted = attempt(getattr, self._environment, "response_usage", None)[0]
+        if noted is not None:
+            attempt(noted, *usage)
         return checked_step(await self._call("step", turn, self._environment.step, response), self._name)
 
     async def demonstrate(self, turn: int) -> str:
@@ -243,6 +246,9 @@ class LiveEnvironment:
         waits_for, failed = attempt(lambda: str(getattr(self._environment, "waits_for", "")))
         if waits_for and failed is None:
             reason += f"; it waits for a place: {printable(waits_for)}"
+        last_words, failed = attempt(lambda: str(getattr(self._environment, "last_words", "")))
+        if last_words and failed is None:
+            reason += f".{printable(last_words)}"
         self._deadlines.fired[(self._episode, place)] = reason
         return EnvironmentFailure(reason)
 

@@ -46,7 +46,8 @@ Emit = Callable[[int, Group], None]  # hands a group to the stream, with its pla
 class ThreadBuilder:
     """Grows the threads of an episode: one append-only thread, or a new one per turn once a window is full.
 
-    ``window`` is the number of turns of history, the current one included; 0 keeps them all.
+    ``window`` is the number of turns of history, the current one included; 0 keeps them all. Where observations say which
+    turn they follow, threads are as these say.
     """
 
     def __init__(self, renderer: "Renderer", head: Sequence[Message], window: int) -> None:
@@ -55,30 +56,31 @@ class ThreadBuilder:
         self.window = window
         self.observations: list[tuple[Message, ...]] = []
         self.responses: list[Segment] = []
+        self.current = -1  # the index of the thread being written
         self._segments: list[list[Segment]] = []
         self._home: list[list[bool]] = []
+        self._places: list[tuple[int, int]] = []  # of responses: thread, and place in it
 
-    def observe(self, messages: Sequence[Message]) -> tuple[Segment, ...]:
-        """Add an observation and return the context of the next response."""
+    def observe(self, messages: Sequence[Message], after: int | None = None) -> tuple[Segment, ...]:
+        """Add an observation and return the context of the next response. ``after`` is that of ``Observation``."""
         self.observations.append(tuple(messages))
+        if after is not None:
+            self._follow(tuple(messages), after)
+            return tuple(self._segments[self.current])
         turn = len(self.responses)
         first = max(0, turn - self.window + 1) if self.window else 0
         if turn == 0 or first > 0:
             self._open(first)
         else:
             self._append(self.renderer.extend(self.observations[turn], self.responses[turn - 1]), home=False)
-        return tuple(self._segments[-1])
+        return tuple(self._segments[self.current])
 
     def respond(self, response: Segment) -> tuple[int, int]:
         """Add what the model wrote; returns its home thread and its place there."""
         self.responses.append(response)
         self._append(response, home=True)
-        return len(self._segments) - 1, len(self._segments[-1]) - 1
-
-    @property
-    def current(self) -> int:
-        """The index of the thread being written."""
-        return len(self._segments) - 1
+        self._places.append((self.current, len(self._segments[self.current]) - 1))
+        return self._places[-1]
 
     def threads(self) -> tuple[Thread, ...]:
         """The threads that hold a response, each up to its last one."""
@@ -91,8 +93,7 @@ class ThreadBuilder:
 
     def _open(self, first: int) -> None:
         """Begin a thread whose oldest turn is ``first``; earlier responses in it are context."""
-        self._segments.append([])
-        self._home.append([])
+        self._begin([])
         if self.window and self.head:
             self._append(self.renderer.head(self.head), home=False)
             self._append(self.renderer.after_head(self.observations[first]), home=False)
@@ -102,9 +103,30 @@ class ThreadBuilder:
             self._append(self.responses[turn - 1], home=False)
             self._append(self.renderer.extend(self.observations[turn], self.responses[turn - 1]), home=False)
 
+    def _follow(self, messages: tuple[Message, ...], after: int) -> None:
+        """Continue the thread of an earlier turn; if that has gone on, one that shares its segments up to there.
+
+        Of turns u a v b, with responses a and b, a message w after turn 0 begins the thread u a w, where u a is context.
+        """
+        if after >= len(self.responses):
+            raise EnvironmentFailure(f"an observation follows turn {after}, and there are {len(self.responses)} turns")
+        if after < 0:
+            self._begin([])
+            self._append(self.renderer.start(self.head + messages), home=False)
+            return
+        self.current, place = self._places[after]
+        if place + 1 < len(self._segments[self.current]):
+            self._begin(self._segments[self.current][: place + 1])
+        self._append(self.renderer.extend(messages, self.responses[after]), home=False)
+
+    def _begin(self, context: Sequence[Segment]) -> None:
+        self._segments.append(list(context))
+        self._home.append([False] * len(context))
+        self.current = len(self._segments) - 1
+
     def _append(self, segment: Segment, *, home: bool) -> None:
-        self._segments[-1].append(segment)
-        self._home[-1].append(home)
+        self._segments[self.current].append(segment)
+        self._home[self.current].append(home)
 
 
 class Renderer:
@@ -516,17 +538,19 @@ class _Play:
         written = 0
         while True:
             refuse_strange_media(self.task, observation.messages, self.rollout.chat, self.rollout.engine)
-            context = self.builder.observe(observation.messages)
+            context = self.builder.observe(observation.messages, observation.after)
             await self.rollout.ready(span.media for segment in context for span in segment.media)
             budget = self.budget(context, written)
             if budget <= 0:
                 return Status.TRUNCATED, self.without_room(context)
-            response = await self.generate(context, budget)
+            most = min(self.sampling.max_new_tokens, observation.max_new_tokens or self.sampling.max_new_tokens)
+            response = await self.generate(context, min(budget, most))
             thread, place = self.builder.respond(response.segment)
             written += len(response.segment.tokens)
             cut = response.finish == "length"
-            out_of_budget = cut and budget < self.sampling.max_new_tokens
-            result = await self.environment.step(response.segment.text, len(self.turns))
+            out_of_budget = cut and budget < most
+            usage = self.rollout.length(context), len(response.segment.tokens), cut
+            result = await self.environment.step(response.segment.text, len(self.turns), usage)
             self.record(observation.messages, response, thread, place, result)
             if result.done or result.truncated or result.observation is None:
                 # A question is truncated with its response. An environment that has ended is finished even if its last

@@ -110,7 +110,7 @@ def conversation(request: ChatRequest, store: MediaStore, roots: tuple[Path, ...
         raise Refusal(400, "the last message is the assistant's, so there is nothing to answer.")
     raw = []
     for message in request.messages:
-        content = message.content if isinstance(message.content, str) else [_block(part) for part in message.content]
+        content = message.content if isinstance(message.content, str) else [raw_block(part) for part in message.content]
         raw.append({"role": "system" if message.role == "developer" else message.role, "content": content})
     try:
         return messages_of(raw, Place("messages", Path("/"), store, roots=roots, service=True))
@@ -118,7 +118,7 @@ def conversation(request: ChatRequest, store: MediaStore, roots: tuple[Path, ...
         raise Refusal(400, str(error)) from error
 
 
-def _block(part: Part) -> dict[str, Any]:
+def raw_block(part: Part) -> dict[str, Any]:
     """A content part as rows have it."""
     raw = part.model_dump()
     if part.type == "input_audio":

@@ -46,7 +46,7 @@ from sensorium.vocabulary.errors import RecipeError, SensoriumError, nearest
 from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
-NOT_SERVED = ("question", "remote", "isolated")
+NOT_SERVED = ("question", "agent", "remote", "isolated")
 MAX_ID = 200
 MAX_SEED = 2**62
 ABANDONED_S = (

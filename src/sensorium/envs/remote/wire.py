@@ -21,6 +21,7 @@ from sensorium.vocabulary.plain import json_of
 
 Json = dict[str, Any]
 MOST_BYTES = 256 * 1024 * 1024  # of one frame
+FIELDS = ("category", "after", "max_new_tokens")  # of an observation, beside its messages
 
 
 class WireError(ValueError):
@@ -85,13 +86,22 @@ def _block_to_json(block: Block) -> Json:
 
 def reset_to_json(head: Sequence[Message], observation: Observation) -> Json:
     """The result of a reset."""
-    category = {"category": observation.category} if observation.category else {}
-    return {"head": messages_to_json(head), "observation": messages_to_json(observation.messages), **category}
+    return {"head": messages_to_json(head), "observation": messages_to_json(observation.messages), **_fields(observation)}
 
 
 def reset_from_json(data: Json) -> tuple[tuple[Message, ...], Observation]:
     """The inverse of reset_to_json."""
-    return messages_from_json(data["head"]), Observation(messages_from_json(data["observation"]), data.get("category", ""))
+    return messages_from_json(data["head"]), _observation(data)
+
+
+def _fields(observation: Observation | None) -> Json:
+    """What an observation says beside its messages, as far as it does."""
+    given = {} if observation is None else {key: getattr(observation, key) for key in FIELDS}
+    return {key: value for key, value in given.items() if value != getattr(Observation, key)}
+
+
+def _observation(data: Json) -> Observation:
+    return Observation(messages_from_json(data["observation"]), **{key: data[key] for key in FIELDS if key in data})
 
 
 def step_to_json(result: StepResult) -> Json:
@@ -99,12 +109,12 @@ def step_to_json(result: StepResult) -> Json:
     shown = None if result.observation is None else messages_to_json(result.observation.messages)
     reward = dict(result.reward) if isinstance(result.reward, Mapping) else result.reward
     ends = {"done": result.done, "truncated": result.truncated, "success": result.success}
-    return {"observation": shown, "reward": reward, **ends, "info": json_of(result.info)}
+    return {"observation": shown, "reward": reward, **ends, "info": json_of(result.info), **_fields(result.observation)}
 
 
 def step_from_json(data: Json) -> StepResult:
     """The inverse of step_to_json."""
-    shown = None if data["observation"] is None else Observation(messages_from_json(data["observation"]))
+    shown = None if data["observation"] is None else _observation(data)
     return StepResult(shown, *(data[key] for key in ("reward", "done", "truncated", "success", "info")))
 
 

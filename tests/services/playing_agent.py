@@ -1,0 +1,111 @@
+"""Agents on the openai package alone: a program, and functions that run in a thread."""
+
+import base64
+import json
+import os
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
+
+from openai import BadRequestError, OpenAI
+from PIL import Image
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look again.",
+            "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+        },
+    }
+]
+
+
+@contextmanager
+def asking(base_url: str, api_key: str) -> Iterator[Any]:
+    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        yield client.chat.completions.create
+
+
+def picture(seed: int) -> dict[str, Any]:
+    """A small picture as a data URL."""
+    held = BytesIO()
+    Image.new("RGB", (56, 56), ["red", "green", "blue"][seed % 3]).save(held, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def talk(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A conversation with a picture, another beside it, and the first one continued twice, from the same place."""
+    with asking(base_url, api_key) as ask:
+        messages: list[Any] = [
+            {"role": "system", "content": "Say what you see."},
+            {"role": "user", "content": [picture(task["seed"]), {"type": "text", "text": "Which colour?"}]},
+        ]
+        first = ask(model="policy", messages=messages, temperature=0.2)
+        messages.append(first.choices[0].message)
+        aside = ask(model="policy", messages=[{"role": "user", "content": f"Seed {task['seed']}?"}], max_tokens=2)
+        assert aside.usage is not None
+        assert aside.usage.prompt_tokens > 0
+        told = []
+        for word in ("sure", "really"):
+            told.append(
+                ask(model="policy", messages=[*messages, {"role": "user", "content": word}]).choices[0].message.content
+            )
+        return float(len(first.choices[0].message.content or "") % 2) + 0.5 * (told[0] != told[1])
+
+
+async def called(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """Offers a tool, and answers every call of it; a wrong request is refused, and the episode goes on."""
+    with asking(base_url, api_key) as ask:
+        messages: list[Any] = [{"role": "user", "content": "Look twice."}]
+        try:
+            ask(model="policy", messages=messages, n=2)
+            raise AssertionError("n=2 was answered")
+        except BadRequestError:
+            pass
+        calls = 0
+        for _ in range(2):
+            choice = ask(model="policy", messages=messages, tools=TOOLS).choices[0]  # type: ignore[call-overload]
+            messages.append(choice.message)
+            for call in choice.message.tool_calls or ():
+                calls += 1
+                where = json.loads(call.function.arguments)["where"]
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": f"nothing at {where}"})
+            if choice.finish_reason != "tool_calls":
+                break
+        return {"reward": {"calls": calls}, "success": calls == 1, "info": {"calls": calls}}
+
+
+def crashes(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    with asking(base_url, api_key) as ask:
+        ask(model="policy", messages=[{"role": "user", "content": "?"}])
+    raise ZeroDivisionError("no reward")
+
+
+def silent(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+def main(mode: str) -> None:
+    with open(os.environ["SENSORIUM_TASK"]) as file:
+        task = json.load(file)
+    reply = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=task["messages"], stream=True)
+    text = "".join(part.choices[0].delta.content or "" for part in reply if part.choices)
+    if mode == "crash":
+        sys.exit("the agent gives up")
+    if mode == "hang":
+        print("going to sleep", flush=True)
+        threading.Event().wait()
+    body = json.dumps({"reward": float(task["answer"] in text)}).encode()
+    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/reward", body, {"Content-Type": "application/json"})
+    urllib.request.urlopen(request).read()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
