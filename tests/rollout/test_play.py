@@ -103,7 +103,7 @@ def test_an_episode_is_rolled_again_when_its_worker_dies_and_fails_when_a_second
     with pytest.warns(UserWarning, match=r"task \S+: 2 environment processes were lost while they played it"):
         episode = play(policy, lambda task: Losing(deaths), max_turns=5)
     assert episode.status == Status.FAILED
-    assert "a second environment process was lost while it played this episode's task" in episode.failure
+    assert "another environment process was lost while it played this episode's task" in episode.failure
     assert len(deaths) == 7, "each of them costs a worker"
 
 

@@ -3,12 +3,14 @@
 import asyncio
 import os
 import random
+import signal
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -18,7 +20,9 @@ from sensorium.envs.protocol import Observation, StepResult
 from sensorium.services.environment_service import make_app
 from sensorium.services.sessions import Offer, Offers, SessionTable
 from sensorium.vocabulary.content import system, user
+from sensorium.vocabulary.errors import EnvironmentFailure
 
+FAILS_AT = 20  # acts of a process
 ACTS: Counter[tuple[int, int]] = Counter()
 """How often each (seed, turn) was acted, in this process."""
 
@@ -71,6 +75,40 @@ class Logged(Slow):
         with open(os.environ["ACT_LOG"], "ab", buffering=0) as log:
             log.write(f"{self.seed} {self.turn} {os.getpid()}\n".encode())
         return result
+
+
+class Dying:
+    """Rewards responses of odd length. Its process ends after as many acts as the file of DIES_AT says, once."""
+
+    instant = True
+    acts = 0
+    left: int | None = None
+
+    def __init__(self, store: MediaStore, fails: bool = False) -> None:
+        self.turn, self.fails = 0, fails
+
+    @classmethod
+    def content_key(cls, seed: int, options: Mapping[str, Any]) -> str:
+        return str(seed)
+
+    def reset(self, seed: int) -> Any:
+        self.turn = 0
+        return (), Observation((user(f"seed {seed % 100}"),))
+
+    def step(self, response: str) -> StepResult:
+        self.turn += 1
+        Dying.acts += 1
+        dies = Path(os.environ.get("DIES_AT", "nowhere"))
+        if dies.exists():
+            Dying.left = (int(dies.read_text()) if Dying.left is None else Dying.left) - 1
+            if not Dying.left:
+                dies.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self.fails and Dying.acts == FAILS_AT:
+            raise EnvironmentFailure("it is not there")
+        return StepResult(Observation((user("again"),)), float(len(response) % 2), done=self.turn == 2)
+
+    def close(self) -> None: ...
 
 
 OFFERS = {

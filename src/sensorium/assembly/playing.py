@@ -3,6 +3,7 @@
 Imports no torch: ``play``, ``show`` and ``validate`` have no weights.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,10 +91,15 @@ class EnvironmentMaker:
             self.workers is None and getattr(resolve("environment", spec.name), "instant", False) is True
         )
 
-    async def available(self) -> None:
-        """Wait until environments can be played."""
+    async def available(self, task: Task, noted: Callable[[str], None]) -> None:
+        """Wait until a task's environment can be played, if need be for a lost server, of which ``noted`` hears."""
+        spec = task.environment
         if self.workers is not None:
             await self.workers.available()
+        elif spec is not None and spec.name != RECORDED:
+            wait = getattr(resolve("environment", spec.name), "available", None)
+            if wait is not None:
+                await wait(spec.options, noted)
 
     def __call__(self, task: Task) -> Environment:
         spec = task.environment

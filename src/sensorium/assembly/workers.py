@@ -141,7 +141,7 @@ class RunWorkers:
         for kind, placed in self.kinds.items():
             row[f"worker/{kind}_ready"] = float(sum(worker.ready for worker in placed.workers))
             row[f"worker/{kind}_replaced"] = float(placed.replaced)
-        if self.environments is not None:
+        if self.environments is not None or rolled_again:
             row["worker/rolled_again"] = float(rolled_again)
         if self.rewards is not None:
             row["worker/asked_again"] = float(self.rewards.asked_again)

@@ -20,7 +20,9 @@ from sensorium.vocabulary.errors import (
     ModelError,
     RecipeError,
     SensoriumError,
+    ServerLost,
     SpanMismatch,
+    WorkersLost,
 )
 from sensorium.vocabulary.plain import attempt, printable, text_of, words
 from sensorium.vocabulary.task import Task
@@ -308,6 +310,8 @@ def _first_shown(task: Task, make: MakeEnvironment, pool: WorkerPool, seconds: f
             return ()
         begun = pool.call_now(lambda: made.value.reset(seed), seconds, worker)
         worker.submit(lambda: made.value.close(), seconds)
+        if isinstance(begun.error, ServerLost):
+            raise WorkersLost(f"{begun.error}. Start it, or correct the option servers of the environment 'remote'.")
         head, observation = checked_reset(begun.value, "")
         return () if begun.error is not None else (*head, *observation.messages)
     except (WorkerFailure, EnvironmentFailure):  # not hidden: in play it fails its episodes, with the reason

@@ -34,11 +34,13 @@ from sensorium.vocabulary.errors import (
     ModelError,
     PromptTooLong,
     RecipeError,
+    ServerLost,
     SpanMismatch,
 )
 from sensorium.vocabulary.plain import printable
 from sensorium.vocabulary.task import Task
 
+MOST_SERVERS_LOST = 5  # servers that may be lost while they play one episode
 CANCELLED = "cancelled: enough groups were complete"
 Emit = Callable[[int, Group], None]  # hands a group to the stream, with its place among the tasks
 
@@ -392,11 +394,11 @@ class Rollout:
             self.instance_waits_s.append(waited_s)
             yield
 
-    async def available(self) -> None:
-        """Wait until environments can be played: those of workers may all be starting again."""
+    async def available(self, task: Task) -> None:
+        """Wait until a task's environment can be played: workers may all be starting again, and servers be lost."""
         available = getattr(self.make_environment, "available", None)
         if available is not None:
-            await available()
+            await available(task, self.noted)
 
     def close(self) -> None:
         """Release the threads, without waiting for one that hangs in an environment."""
@@ -494,26 +496,29 @@ class _Play:
         )
 
     async def run_to_the_end(self) -> tuple[Status, str]:
-        """Play; if the environment's worker dies, again from the beginning with the same random numbers.
+        """Play; if the environment's worker or server dies, again from the beginning with the same random numbers.
 
         An episode that kills its workers would use them all up, again at each resume; so it fails with the second loss, and
-        later episodes of the same task with the first.
+        later episodes of the same task with the first. A server plays many episodes, so it may be lost more often.
         """
-        lost = int(self.task.id in self.rollout.deadly)
+        lost, servers_lost = int(self.task.id in self.rollout.deadly), 0
         while True:
-            await self.rollout.available()
+            await self.rollout.available(self.task)
             try:
                 return await self.run()
             except EnvironmentLost as error:
-                lost += 1
-                if lost == MOST_LOSSES:
+                if isinstance(error, ServerLost):
+                    servers_lost += 1
+                else:
+                    lost += 1
+                if lost == MOST_LOSSES or servers_lost == MOST_SERVERS_LOST:
                     self.rollout.deadly.add(self.task.id)
                     self.rollout.noted(
-                        f"task {self.task.id}: {MOST_LOSSES} environment processes were lost while they played it, which "
-                        f"may be what ends them, so the episode {self.id} fails and is not rolled again"
+                        f"task {self.task.id}: {max(lost, servers_lost)} environment processes were lost while they played "
+                        f"it, which may be what ends them, so the episode {self.id} fails and is not rolled again"
                     )
                     raise EnvironmentFailure(
-                        f"a second environment process was lost while it played this episode's task, which may be what "
+                        f"another environment process was lost while it played this episode's task, which may be what "
                         f"ends them, so it is not rolled again ({error})"
                     ) from error
                 self.rollout.rolled_again += 1

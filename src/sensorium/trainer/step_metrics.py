@@ -40,7 +40,7 @@ class Clock:
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Seconds by phase, throughput and peak memory."""
         whole = time.perf_counter() - self.started
-        episodes = [e for group in groups for e in group.episodes]
+        episodes = [e for group in groups for e in group.episodes if e.status not in (Status.FAILED, Status.ABORTED)]
         row = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
         row["time/step_s"] = whole
         if (compiled := compile_seconds() - self.compiled) > 0:

@@ -63,8 +63,12 @@ class EnvironmentLost(EnvironmentFailure):
     """The process in which an environment was played has ended: not its fault, so the episode is played again."""
 
 
+class ServerLost(EnvironmentLost):
+    """A server of environments does not answer, or does not know the episode: wait for it, and play again."""
+
+
 class WorkersLost(SensoriumError):
-    """No process is left that plays environments, or that scores. Ends the run; --resume continues it."""
+    """No process or server is left that plays environments, or that scores. Ends the run; --resume continues it."""
 
 
 class WorkGivenUp(SensoriumError):

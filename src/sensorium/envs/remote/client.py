@@ -6,12 +6,14 @@ Invariants:
   again: the server carries out each once.
 - Opening goes to the server with the fewest sessions, and to the next one if it is full or gone; a server is asked again
   under the same id, so that no session is opened twice.
-- A lost step is requested again, at the same server under the same number, so it acts once. If the server does not come
-  back in time, or no longer knows the session, the episode fails. A server that is known to be ``gone`` for good (a worker
-  of the run that died) is not waited for: its sessions are EnvironmentLost.
+- A lost step is requested again, at the same server under the same number, so it acts once. If nothing listens there any
+  more, or for ``retry_s`` nothing answers, or the server no longer knows the session, that is a ServerLost: the rollout
+  waits until a server answers (``available``) and plays the episode again.
+- A server that is known to be ``gone`` for good (a worker of the run that died) is not waited for: EnvironmentLost.
 """
 
 import asyncio
+import errno
 import os
 import random
 import re
@@ -38,20 +40,33 @@ from sensorium.envs.remote.wire import (
     unpack,
 )
 from sensorium.vocabulary.content import Message
-from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, MediaError, RecipeError
+from sensorium.vocabulary.errors import (
+    EnvironmentFailure,
+    EnvironmentLost,
+    MediaError,
+    RecipeError,
+    ServerLost,
+    WorkersLost,
+)
 from sensorium.vocabulary.secrets import holds_key, masked
 
 KEY = "SENSORIUM_SERVICE_KEY"
 NO_ENTRY = (401, 403)  # statuses of a refused connection: the key is wrong, or the server does not have that name
 DOWN_S = 2.0  # how long a server that could not be reached is asked last
 PLACED_RETRY_S = 60.0  # how long a lost reply of a worker that may be alive is requested again
+PROBE_S = 0.5  # between looks at servers of which none answers
+UNKNOWN = 404  # status of a session that a server does not know: it was started again
 
 _clients: dict[tuple[tuple[str, ...], str], "EnvironmentClient"] = {}
 _lock = threading.Lock()
 
 
 class ConnectionLost(Exception):
-    """There is no connection, or it broke before a reply came."""
+    """There is no connection, or it broke before a reply came. ``refused``: nothing listens at the address."""
+
+    def __init__(self, why: str, *, refused: bool = False) -> None:
+        super().__init__(why)
+        self.refused = refused
 
 
 class ServerRefusal(Exception):
@@ -76,7 +91,7 @@ class Connection:
         self._number = 0
 
     async def ask(self, operation: Json, deadline_s: float, store: MediaStore | None = None) -> Json:
-        await self._open()
+        await self.open()
         self._number += 1
         number, reply = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = (reply, store)
@@ -97,7 +112,8 @@ class Connection:
     async def close(self) -> None:
         self._break("the connection was closed")
 
-    async def _open(self) -> None:
+    async def open(self) -> None:
+        """Connect, unless there is a connection."""
         from websockets.asyncio.client import connect
         from websockets.exceptions import InvalidStatus, WebSocketException
 
@@ -115,7 +131,8 @@ class Connection:
                     raise ServerRefusal(error.response.status_code, why) from error
                 raise ConnectionLost(f"{self.url}: {why}") from error
             except (OSError, TimeoutError, WebSocketException) as error:
-                raise ConnectionLost(f"{self.url}: no connection: {error}") from error
+                refused = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # also where a name has several addresses
+                raise ConnectionLost(f"{self.url}: no connection: {error}", refused=refused) from error
             self._socket = socket
             self._tasks = [asyncio.create_task(self._read(socket)), asyncio.create_task(self._write(socket))]
 
@@ -194,25 +211,29 @@ def socket_address(server: str) -> str:
 class Server:
     """A server, how many sessions are open there, and until when it counts as down; ``gone``: for ever.
 
-    If ``reported``, its absence and its return are printed once each, because other servers would hide them.
+    Of one that others started (``waited_for``), its absence and its return are printed once each while others answer, which
+    would hide them. ``away`` says why it does not answer; ``answered``: it has at least once.
     """
 
-    def __init__(self, connection: Connection, *, reported: bool = True) -> None:
+    def __init__(self, connection: Connection, *, waited_for: bool = True) -> None:
         self.connection, self.sessions, self.down_until, self.gone = connection, 0, 0.0, False
-        self.reported, self.away = reported, False
+        self.waited_for, self.away, self.answered = waited_for, "", False
 
     def is_away(self, why: str, others: int) -> None:
-        """It could not be reached, or refuses the connection."""
-        if self.reported and not self.away:
-            self.away = True
-            notice = f"remote environment: {why}. Is it running? It is asked again; servers beside it: {others}."
-            print(notice, file=sys.stderr, flush=True)
+        """It could not be reached, or refuses the connection; so many others answer."""
+        if self.waited_for and not self.away:
+            self.away = why
+            if others:
+                notice = f"remote environment: {why}. Is it running? It is asked again; servers beside it: {others}."
+                print(notice, file=sys.stderr, flush=True)
 
-    def answers(self) -> None:
-        """It has answered."""
+    def answers(self, others: int) -> None:
+        """It has answered; so many others answer."""
+        self.answered = True
         if self.away:
-            self.away = False
-            print(f"remote environment: {self.connection.url} answers again.", file=sys.stderr, flush=True)
+            self.away = ""
+            if others:
+                print(f"remote environment: {self.connection.url} answers again.", file=sys.stderr, flush=True)
 
     def rank(self) -> tuple[bool, int]:
         """Servers of lower rank are asked first."""
@@ -228,10 +249,78 @@ class EnvironmentClient:
         self._thread = LoopThread("environment-client")
         self._loop = self._thread.loop
         self._closing: set[asyncio.Task[None]] = set()
+        self._probing: asyncio.Task[None] | None = None
+        self.lost_at: float | None = None  # since when no server answers
+        self.announced = False
+
+    def missed(self, server: Server, error: ConnectionLost) -> None:
+        """A server could not be reached. If no other answers, look for them from now on."""
+        server.is_away(str(error), self._others(server))
+        if self.lost_at is None and self.servers and all(one.away for one in self.servers):
+            self.lost_at = time.monotonic()
+            if self._probing is None or self._probing.done():
+                self._probing = self._loop.create_task(self._probe())
+
+    def found(self, server: Server) -> None:
+        """A server has answered."""
+        server.answers(self._others(server))
+        self.lost_at = None
+
+    async def answers(self, wait_s: float, noted: Callable[[str], None]) -> None:
+        """Wait, in any event loop, while no server answers; ``noted`` gets when that begins and ends.
+
+        WorkersLost where none does within ``wait_s`` of the loss, and at once where none ever did.
+        """
+        since = self.lost_at
+        if since is None:
+            return
+        addresses = " and ".join(server.connection.url for server in self.servers)
+        why = "; ".join(server.away for server in self.servers)
+        if not any(server.answered for server in self.servers):
+            self.lost_at = None  # whoever asks next looks again
+            raise WorkersLost(
+                f"no environment server answers at {addresses} ({why}). Start it there (sensorium serve env …), or correct "
+                "the option servers of the environment 'remote'."
+            )
+        if not self.announced:
+            self.announced = True
+            noted(
+                f"the environment server at {addresses} is lost ({why}). It is waited for, {wait_s:g} s at most "
+                "(wait_s of the environment 'remote'): start it again there. Its episodes are then rolled again with the "
+                "same random numbers."
+            )
+        while self.lost_at is not None:
+            if time.monotonic() > self.lost_at + wait_s:
+                self.lost_at, self.announced = None, False
+                raise WorkersLost(
+                    f"the environment server at {addresses} did not answer for {wait_s:g} s (wait_s of the environment "
+                    f"'remote'): {why}. Start it again, then go on with --resume."
+                )
+            await asyncio.sleep(PROBE_S / 2)
+        if self.announced:
+            self.announced = False
+            noted(f"the environment server at {addresses} answers again, after {time.monotonic() - since:.0f} s.")
+
+    def _others(self, server: Server) -> int:
+        return sum(not one.away for one in self.servers if one is not server)
+
+    async def _probe(self) -> None:
+        """Look at the servers until one takes a connection, or refuses it with a status."""
+        while self.lost_at is not None:
+            for server in tuple(self.servers):
+                try:
+                    await server.connection.open()
+                except ConnectionLost as error:
+                    server.away = str(error)
+                    continue
+                except ServerRefusal:
+                    pass
+                self.found(server)
+            await asyncio.sleep(PROBE_S)
 
     def add(self, address: str) -> "Server":
         """Use this server, a worker of the run, too from now on; who started it reports its end."""
-        server = Server(Connection(socket_address(address), *self._given), reported=False)
+        server = Server(Connection(socket_address(address), *self._given), waited_for=False)
         self._loop.call_soon_threadsafe(self.servers.append, server)
         return server
 
@@ -262,19 +351,20 @@ class EnvironmentClient:
             while True:
                 if not self.servers:
                     raise EnvironmentLost("all servers of environments are gone")
-                denied = 0
+                denied = unreached = refused = 0
                 for server in sorted(self.servers, key=Server.rank):
-                    session = sessions.setdefault(server, RemoteSession(server, str(uuid4()), store))
+                    session = sessions.setdefault(server, RemoteSession(self, server, str(uuid4()), store))
                     server.sessions += 1  # before it is open: sessions that open at the same moment go to other servers
                     try:
                         reply = await session.ask(operation, max(0.001, until - time.monotonic()))
                         doubtful.discard(session)
-                        server.answers()
+                        self.found(server)
                         session.counted = True
                         return session, reply
                     except ConnectionLost as error:
                         doubtful.add(session)  # it may have been opened
-                        why = str(error)
+                        why, unreached, refused = str(error), unreached + 1, refused + error.refused
+                        self.missed(server, error)
                     except ServerRefusal as refusal:
                         why = f"{server.connection.url}: {refusal.why}"
                         if refusal.status == 503:
@@ -282,14 +372,17 @@ class EnvironmentClient:
                         if refusal.status not in NO_ENTRY:
                             raise EnvironmentFailure(why) from refusal
                         denied += 1
+                        server.is_away(why, self._others(server))
                     finally:
                         server.sessions -= not session.counted
                     server.down_until = time.monotonic() + DOWN_S
-                    server.is_away(why, len(self.servers) - 1)
                 if denied and denied == len(self.servers):
                     raise EnvironmentFailure(why)
                 waiting(why)
-                if time.monotonic() + pause > until:
+                over = time.monotonic() + pause > until
+                if self.lost_at is not None and (over or refused == len(self.servers)):
+                    raise ServerLost(f"no environment server answers: {why}")
+                if over:
                     raise EnvironmentFailure(f"no session could be opened within {deadline_s:g} s: {why}")
                 await asyncio.sleep(pause * (0.5 + random.random()))
                 pause = min(2 * pause, 2.0)
@@ -306,10 +399,11 @@ class EnvironmentClient:
             operation = {"op": "content_keys", "environment": environment, "options": options, "seeds": list(seeds)}
             try:
                 found: list[str] = (await server.connection.ask(operation, deadline_s))["keys"]
+                self.found(server)
                 return found
             except ConnectionLost as error:
                 why = str(error)
-                server.is_away(why, len(self.servers) - 1)
+                self.missed(server, error)
             except ServerRefusal as refusal:
                 raise RecipeError(f"remote: {refusal.why}") from refusal
         raise RecipeError(f"remote: no server answers: {why}")
@@ -325,8 +419,8 @@ class EnvironmentClient:
 class RemoteSession:
     """A session at one server. Steps are numbered here, so that the server recognises a repeated one."""
 
-    def __init__(self, server: Server, id: str, store: MediaStore) -> None:
-        self.server, self.id, self.store, self.number = server, id, store, 0
+    def __init__(self, client: EnvironmentClient, server: Server, id: str, store: MediaStore) -> None:
+        self.client, self.server, self.id, self.store, self.number = client, server, id, store, 0
         self.counted = False  # among the server's sessions
 
     async def ask(self, operation: Json, deadline_s: float) -> Json:
@@ -343,12 +437,16 @@ class RemoteSession:
                 return await self.ask(operation, max(0.001, until - time.monotonic()))
             except ConnectionLost as error:
                 self._refuse_gone(error)
+                self.client.missed(self.server, error)
                 now = time.monotonic()
                 lost_at = now if lost_at is None else lost_at
-                if now + pause > min(until, lost_at + retry_s):
+                over = now + pause > min(until, lost_at + retry_s)
+                if self.server.waited_for and (error.refused or over):
+                    raise ServerLost(f"step {self.number} is lost: {error}") from error
+                if over:
                     raise EnvironmentFailure(f"step {self.number} is lost: {error}") from error
             except ServerRefusal as refusal:
-                self._refuse_gone(refusal)  # its successor does not know the session
+                self._refuse_unknown(refusal)
                 raise EnvironmentFailure(f"{self.server.connection.url}: {refusal.why}") from refusal
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 1.0)
@@ -356,9 +454,14 @@ class RemoteSession:
     async def demonstrate(self, deadline_s: float) -> str:
         try:
             return str((await self.ask({"op": "demonstrate"}, deadline_s))["response"])
-        except (ConnectionLost, ServerRefusal) as error:
+        except ConnectionLost as error:
             self._refuse_gone(error)
-            raise EnvironmentFailure(f"{self.server.connection.url}: {error}") from error
+            self.client.missed(self.server, error)
+            kind = ServerLost if self.server.waited_for else EnvironmentFailure
+            raise kind(f"{self.server.connection.url}: {error}") from error
+        except ServerRefusal as refusal:
+            self._refuse_unknown(refusal)
+            raise EnvironmentFailure(f"{self.server.connection.url}: {refusal}") from refusal
 
     async def close(self, deadline_s: float) -> None:
         """Close it; a server that cannot be asked closes it when its lease is over."""
@@ -366,6 +469,12 @@ class RemoteSession:
         self.counted = False
         with suppress(ConnectionLost, ServerRefusal):
             await self.ask({"op": "close"}, deadline_s)
+
+    def _refuse_unknown(self, refusal: ServerRefusal) -> None:
+        """Raise if the server does not know the session, since it was started again."""
+        self._refuse_gone(refusal)
+        if refusal.status == UNKNOWN and self.server.waited_for:
+            raise ServerLost(f"{self.server.connection.url} was started again: {refusal.why}") from refusal
 
     def _refuse_gone(self, error: Exception) -> None:
         if self.server.gone:
@@ -375,7 +484,8 @@ class RemoteSession:
 class RemoteEnvironment:
     """``environment`` with ``options`` at one of ``servers`` (addresses). The key is read from SENSORIUM_SERVICE_KEY.
 
-    A call takes at most ``deadline_s``; a lost reply is requested again for ``retry_s``, and never acts twice.
+    A call takes at most ``deadline_s``; a lost reply is requested again for ``retry_s``, and never acts twice. Where no
+    server answers any more, the run waits for one for ``wait_s``, and plays the lost episodes again.
     """
 
     instant = False
@@ -389,12 +499,14 @@ class RemoteEnvironment:
         environment: str,
         options: Mapping[str, Any] | None = None,
         deadline_s: float = 60.0,
-        retry_s: float = 30.0,
+        retry_s: float = 10.0,
+        wait_s: float = 300.0,
     ) -> None:
         within("remote", "deadline_s", deadline_s, 0.001, 86_400)
         within("remote", "retry_s", retry_s, 0.0, 86_400)
+        within("remote", "wait_s", wait_s, 0.0, 86_400)
         self.store, self.environment, self.options = store, environment, dict(options or {})
-        self.deadline_s, self.retry_s = deadline_s, retry_s
+        self.deadline_s, self.retry_s, self.wait_s = deadline_s, retry_s, wait_s
         self._client = shared_client([servers] if isinstance(servers, str) else servers, os.environ.get(KEY, ""))
         self._session: RemoteSession | None = None
         self._closed = 0
@@ -406,6 +518,12 @@ class RemoteEnvironment:
         remote = cls(MediaStore(), **options)
         asked = remote._client.content_keys(remote.environment, remote.options, [seed], remote.deadline_s)
         return str(remote._client.run(asked)[0])
+
+    @classmethod
+    async def available(cls, options: Mapping[str, Any], noted: Callable[[str], None]) -> None:
+        """Wait while none of the servers answers."""
+        remote = cls(MediaStore(), **options)
+        await remote._client.answers(remote.wait_s, noted)
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         """Open a session by the seed. If this is closed meanwhile, from another thread, it is closed when it opens."""
