@@ -384,6 +384,28 @@ def test_columns_that_are_read_or_hold_no_media_are_not_reported(
     assert list(unread_notes(task)) == []
 
 
+def test_columns_that_arrow_reads_otherwise_do_not_hide_media(tmp_path: Path, store: MediaStore) -> None:
+    from pyarrow.parquet import ParquetFile, write_table
+
+    pages = pyarrow.array([None, [("front", RED)]], pyarrow.map_(pyarrow.string(), pyarrow.binary()))
+    far = pyarrow.array([2**61, 2**61], pyarrow.timestamp("us"))  # a time that Python has none for
+    held = pyarrow.StructArray.from_arrays([far, pyarrow.array([RED, RED])], ["when", "photo"])
+    path = tmp_path / "train.parquet"
+    columns = {"prompt": ["which?"] * 2, "torn": ["abc", "def"], "pages": pages, "held": held, "last": [RED] * 2}
+    write_table(pyarrow.table(columns), path, compression="none", use_dictionary=False)
+    rows = ParquetRows(str(path), store, columns={"prompt": "prompt"})
+    expected = dict.fromkeys(["pages", "held.photo", "last"], "picture")
+    assert (rows.unread_media(), rows.unsearched) == (expected, {})
+    torn = ParquetFile(path).metadata.row_group(0).column(1)
+    data = bytearray(path.read_bytes())
+    data[torn.data_page_offset : torn.data_page_offset + torn.total_compressed_size] = b"\xff" * torn.total_compressed_size
+    path.write_bytes(data)
+    rows = ParquetRows(str(path), store, columns={"prompt": "prompt"})
+    assert rows.unread_media() == expected
+    assert list(rows.unsearched) == ["torn"]
+    assert any("'torn'" in note for note in unread_notes(rows))
+
+
 def test_a_file_that_is_no_parquet_is_named(tmp_path: Path, store: MediaStore) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 this is not it")
     with pytest.raises(TaskError, match=r"a\.parquet"):

@@ -240,7 +240,7 @@ def placeholder_notes(tasks: Sequence[Task]) -> Iterator[tuple[str, list[str], s
 
 
 def unread_notes(source: Any) -> Iterator[str]:
-    """A sentence for each column of a source that holds media which no task shows, and the options that read it."""
+    """A sentence for each column of a source that holds media which no task shows, or that cannot be searched for them."""
     unread: Mapping[str, MediaKind] = getattr(source, "unread_media", dict)()
     for column, kind in unread.items():
         part, tag = next(part for part, known in MEDIA.items() if known == kind), PLACEHOLDERS[kind]
@@ -249,6 +249,8 @@ def unread_notes(source: Any) -> Iterator[str]:
             f"options, columns: {{{part}: {column}}}, with {tag} in prompts where each stands, or media_first: true for "
             "prompts without. If it is left out on purpose, nothing needs to change."
         )
+    for column, why in getattr(source, "unsearched", {}).items():
+        yield f"the column '{column}' cannot be read ({why}), so whether it holds media that no task shows is unknown."
 
 
 def _unknown(field: str) -> str:

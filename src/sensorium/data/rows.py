@@ -42,6 +42,8 @@ class _Rows:
 
     _length = 0
     _folder = Path()
+    unsearched: Mapping[str, str] = {}
+    """Columns that ``unread_media`` could not search, and why."""
     _roots: tuple[Path, ...] | None = None
 
     def __init__(self, where: str, store: MediaStore, options: RowOptions) -> None:
@@ -82,11 +84,10 @@ class _Rows:
     def unread_media(self) -> dict[str, MediaKind]:
         """Columns in which the first rows have media that no part of a task reads, with their kinds."""
         found: dict[str, MediaKind] = {}
-        with suppress(OSError, ValueError, NotImplementedError):  # of columns that no row needs
-            for row in self._first_rows():
-                for column, value in self._format.unread(row):
-                    if column not in found and (kind := held_kind(value, column, self._folder)):
-                        found[column] = kind
+        for row in self._first_rows():
+            for column, value in self._format.unread(row):
+                if column not in found and (kind := held_kind(value, column, self._folder)):
+                    found[column] = kind
         return found
 
     def _first_rows(self) -> Iterator[Mapping[str, Any]]:
@@ -241,8 +242,14 @@ class ParquetRows(_Rows):
         texts = [column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"]
         # As dictionaries: a value that is repeated in many places is in memory once. Of one group: arrow joins no nested
         # dictionaries of several.
+        self.unsearched = {}
         with ParquetFile(self.path, read_dictionary=texts) as file:
-            yield from first_values(next(file.iter_batches(FIRST_ROWS, row_groups=[0])))
+            for name in file.schema_arrow.names:
+                try:
+                    (column,) = next(file.iter_batches(FIRST_ROWS, row_groups=[0], columns=[name])).columns
+                    yield from ({name: value} for value in first_values(column))
+                except (OSError, ValueError, NotImplementedError) as error:  # of a column that no row may need
+                    self.unsearched = {**self.unsearched, name: words(error)}
 
     def _group(self, group: int, place: Place) -> Any:
         """A row group, read from a file that did not change meanwhile."""
@@ -345,14 +352,26 @@ def stored_row(rows: Any, index: int, place: Place) -> dict[str, Any]:
         raise place.error(f"cannot read the row: {words(error)}.") from error
 
 
-def first_values(rows: Any) -> Iterator[dict[str, Any]]:
-    """The first value of each arrow column that is not null, inside of lists too; as many rows as there are columns."""
-    for name in rows.schema.names:
-        column = rows[name]
-        while hasattr(column.type, "value_field"):
-            column = column.flatten()
-        for value in column.drop_null()[:1].to_pylist():
-            yield {name: value}
+def first_values(column: Any) -> Iterator[Any]:
+    """The first values of an arrow column that are not null, inside of lists, maps and objects too.
+
+    [[{"bytes": …, "path": None}]]   → {"bytes": …}
+    [{"page": [None, …], "n": 2}]    → {"page": …}, {"n": 2}
+    [[("front", …), ("back", …)]]    → "front" and …: a map, by its keys and values
+    """
+    from pyarrow import types
+
+    if types.is_map(column.type):
+        for part in (column.keys, column.items):
+            yield from first_values(part)
+    elif types.is_struct(column.type):
+        for field, part in zip(column.type, column.flatten(), strict=True):
+            yield from ({field.name: value} for value in first_values(part))
+    elif hasattr(column.type, "value_field"):
+        yield from first_values(column.flatten())
+    else:
+        with suppress(ValueError, OverflowError):  # a time that Python has none for, a text that is no UTF-8
+            yield from column.drop_null()[:1].to_pylist()
 
 
 def content_digest(path: Path) -> str:
@@ -435,7 +454,9 @@ class HubRows(_Rows):
         return stored_row(self._rows, index, self._place(index))
 
     def _first_rows(self) -> Iterator[Mapping[str, Any]]:
-        yield from first_values(self._all[:FIRST_ROWS].combine_chunks().to_batches()[0])
+        first = self._all[:FIRST_ROWS].combine_chunks().to_batches()[0]
+        for name in first.schema.names:
+            yield from ({name: value} for value in first_values(first[name]))
 
 
 def _load_split(data: str, name: str | None, split: str, revision: str | None) -> Any:
