@@ -136,6 +136,17 @@ def test_a_placeholder_without_a_column_for_its_medium_is_a_warning_that_names_t
     assert "2 of 3 tasks" in note
 
 
+def test_repeated_ids_and_rows_without_media_are_warnings(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "red.png")
+    asked = [{"prompt": text, "answer": "A", "images": None, "id": name} for text, name in (("one", "x"), ("two", "x"))]
+    shown = {"prompt": "<image>", "answer": "A", "images": ["red.png"], "id": "y"}
+    tasks = {"train": rows(tmp_path / "a.jsonl", *asked), "evaluate": rows(tmp_path / "b.jsonl", shown)}
+    found = findings(tasks=tasks, rewards={"terms": [{"name": "exact"}]})
+    for name in ("tasks.train ids", "tasks.train.0 media shown", "tasks media shown"):
+        assert found[name].level == "warning"
+    assert found.keys().isdisjoint(["tasks.evaluate ids", "tasks.evaluate.0 media shown"])
+
+
 def test_a_column_of_pictures_that_no_prompt_shows_is_noted_by_validate_dry_run_and_run(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "red.png")
     tasks = {"train": rows(tmp_path / "a.jsonl", {"prompt": "Which colour?", "answer": "red", "shown": "red.png"})}

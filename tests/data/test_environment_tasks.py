@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sensorium.cli.validation import content_of
 from sensorium.data import environment_tasks
 from sensorium.data.environment_tasks import EnvironmentTasks, side
 from sensorium.data.media_store import MediaStore
+from sensorium.data.task_content import content_of
 from sensorium.envs.frozen_lake import FrozenLake
 from sensorium.recipe.registry import NAMES, build
 from sensorium.systems.vagen.adapter import VagenEnvironment

@@ -1,6 +1,5 @@
 """Checks of a recipe without a model: its rows, media, prompts, environments, rewards and tools are tried."""
 
-import hashlib
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import Side, TaskSource, Treatment, make_source, permuted
 from sensorium.data.planner import CausalSource, gaps, without_history
 from sensorium.data.row_format import placeholder_notes, unread_notes
+from sensorium.data.task_content import ComparedRow, compared_row, other_media, repeated_ids, text_alone
 from sensorium.engines.protocol import Request
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.actions import ActionGrammar
@@ -31,7 +31,6 @@ from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_path import may_be_hub_id
 from sensorium.models.load_chat import load_chat_processor, load_stand_in
 from sensorium.recipe.family_facts import FAMILIES
-from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import Recipe, RolloutSection, SourceSection
 from sensorium.report.console import WorkBar
 from sensorium.rewards.reward_term import asks_others
@@ -232,9 +231,7 @@ class Split:
     place: str
     failed: bool = False
     left: int = 0
-    tasks: list[Task] = field(default_factory=list)
-    contents: list[str] = field(default_factory=list)
-    places: list[tuple[str, int]] = field(default_factory=list)  # the source of each task, and its row there
+    rows: list[ComparedRow] = field(default_factory=list)
 
 
 @dataclass
@@ -281,7 +278,9 @@ def validate(
                 split.failed = True
                 continue
             yield from _SourceCheck(session, where, source, split, bad, bar).findings(section, rows, episodes)
-        if not split.left and (split.tasks or (split.failed and recipe.tasks.on_bad_row == "skip")):
+        for note in repeated_ids(split.rows):
+            yield Finding(place, "ids", note, "warning")
+        if not split.left and (split.rows or (split.failed and recipe.tasks.on_bad_row == "skip")):
             level: Level = "error" if place == "tasks.train" else "warning"
             yield Finding(place, "tasks left", "every task that was read would be left out", level)
     yield from _check_splits(splits[0], splits[1], bad)
@@ -327,9 +326,10 @@ class _SourceCheck:
             yield Finding(self.where, "unread media", note, "warning")
         whole = tasks
         tasks = yield from self.media(tasks)
-        split.tasks += whole
-        split.contents += [content_of(task, self.seen) for task in whole]
-        split.places += [(self.where, self.rows[id(task)]) for task in whole]
+        compared = [compared_row(task, self.where, self.rows[id(task)], self.seen) for task in whole]
+        split.rows += compared
+        for note in text_alone(compared, source):
+            yield Finding(self.where, "media shown", note, "warning")
         limits = recipe.rollout if split.place == "tasks.train" else recipe.held_out_rollout
         tasks = yield from self.questions(tasks, limits)
         split.left += len(tasks)
@@ -455,41 +455,26 @@ def _counted(text: str, problems: Sequence[str], level: Level = "error") -> tupl
     return "\n".join((f"{text}; {len(problems):,} with a problem:", *different[:MOST_NAMED], *more)), level
 
 
-def content_of(task: Task, seen: Mapping[str, str] | None = None) -> str:
-    """The identity of a task: an environment's start, or the question with its media, whatever its answer is.
-
-    ``seen``: fingerprints of decoded media by key, since one picture may be in several files.
-    """
-    spec = task.environment
-    key = getattr(resolve("environment", spec.name), "content_key", None) if spec is not None else None
-    if spec is not None and task.metadata.get("split_by") == "seed":
-        return f"{spec.name}/seed {spec.seed}"
-    if spec is not None and key is not None and not task.messages:
-        content, error = attempt(key, spec.seed, spec.options)
-        return f"{spec.name}/{content}" if error is None else f"{spec.name}/seed {spec.seed}"
-    known = seen or {}
-    shown = [
-        (m.role, m.text, [known.get(part.key, part.hash) for item in m.media for part in item.parts]) for m in task.messages
-    ]
-    start: tuple[Any, ...] = () if spec is None else (spec.name, spec.seed, sorted(spec.options.items()))
-    return hashlib.blake2b(repr((shown, start)).encode(), digest_size=16).hexdigest()
-
-
 def _check_splits(train: Split, held_out: Split, bad: BadRows) -> Iterator[Finding]:
     if train.failed or held_out.failed:
         return  # reported above; splits are compared only if all of both can be read
-    if not held_out.tasks:
+    if not held_out.rows:
         yield Finding("tasks.evaluate", "splits", "there are no held-out tasks", "warning")
         return
-    known = {content: task.id for content, task in zip(held_out.contents, held_out.tasks, strict=True)}
+    for note in other_media(train.rows, held_out.rows):
+        yield Finding("tasks", "media shown", note, "warning")
+    known = {row.content: row.id for row in held_out.rows}
     both = [
-        bad.add(place, task.id, "splits disjoint", f"task {task.id} is the held-out task {known[content]}")
-        for content, task, place in zip(train.contents, train.tasks, train.places, strict=True)
-        if content in known
+        bad.add(
+            (row.source, row.row), row.id, "splits disjoint", f"task {row.id} is the held-out task {known[row.content]}"
+        )
+        for row in train.rows
+        if row.content in known
     ]
-    text = f"{len(set(train.contents)):,} different tasks to train on, {len(known):,} held out"
+    contents = {row.content for row in train.rows}
+    text = f"{len(contents):,} different tasks to train on, {len(known):,} held out"
     if both:
-        count = len(known.keys() & set(train.contents))
+        count = len(known.keys() & contents)
         text += f"; {count:,} held-out tasks are trained on too"
     yield Finding("tasks", "splits disjoint", *_counted(text, both))
 

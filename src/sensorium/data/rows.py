@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from io import BufferedReader
 from itertools import accumulate
@@ -21,7 +22,8 @@ from sensorium.data.media_files import MIB, file_state, held_kind, open_regular,
 from sensorium.data.media_store import MediaStore
 from sensorium.data.message_parsing import ClipOptions, Place
 from sensorium.data.pictures import encode_png
-from sensorium.data.row_format import FileRowOptions, RowOptions, layout_of
+from sensorium.data.row_format import MEDIA, FileRowOptions, RowOptions, layout_of
+from sensorium.data.task_content import UNREAD
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.errors import DataChanged, MediaError, RecipeError, TaskError, nearest, similar_file
 from sensorium.vocabulary.plain import strict_json, words
@@ -37,10 +39,11 @@ READINGS = 3  # how often a read is repeated while the file is touched during it
 class _Rows:
     """The common part of all sources of rows: options, limit, and the task of a row.
 
-    A subclass sets ``_length`` and the folder and roots of media, and has ``_read`` (a row's fields) and ``_names``.
+    A subclass sets ``_length``, ``_stored`` (bytes of all rows) and the folder and roots of media, and has ``_read`` (a
+    row's fields) and ``_names``.
     """
 
-    _length = 0
+    _length = _stored = 0
     _folder = Path()
     unsearched: Mapping[str, str] = {}
     """Columns that ``unread_media`` could not search, and why."""
@@ -65,6 +68,21 @@ class _Rows:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._format.task(self._read(index), self._names(index)[1], self._place(index))
+
+    def without_media(self, index: int) -> Task:
+        """The task of a row, with references to media that were not read."""
+        place = replace(self._place(index), store=UNREAD, roots=None)  # nothing is opened, so it may lie anywhere
+        return self._format.task(self._read(index), self._names(index)[1], place)
+
+    @property
+    def row_bytes(self) -> float:
+        """The mean size of a row as it is stored; 0 if that is not known."""
+        return self._stored / max(1, self._length)
+
+    @property
+    def media_columns(self) -> list[str]:
+        """The columns of media that the options name."""
+        return [column for part, column in getattr(self._format, "columns", {}).items() if part in MEDIA]
 
     def id_of(self, index: int) -> str:
         """The id of a row's task, also of one that cannot be read; no media are."""
@@ -117,7 +135,7 @@ class JsonlRows(_Rows):
             similar = similar_file(self.path)
             end = "" if similar.endswith("?") else "."
             raise TaskError(f"{path}: cannot read the file: {error.strerror}{similar}{end}") from error
-        self._length = len(self._starts)
+        self._length, self._stored = len(self._starts), self._scanned[0]
         if not self._length:
             raise TaskError(f"{path}: the file has no rows; a JSONL file has one JSON object a line.")
 
@@ -142,7 +160,7 @@ class JsonlRows(_Rows):
                         break
                 else:
                     raise DataChanged(_changed(self.path))
-            row = strict_json(line.decode("utf-8-sig"))
+            row = strict_json(line.decode("utf-8-sig").rstrip("\r\n"))
         except json.JSONDecodeError as error:
             raise place.error(f"malformed JSON: {error.msg} at column {error.colno}. Fix or delete the line.") from error
         except FileNotFoundError as error:
@@ -215,7 +233,7 @@ class ParquetRows(_Rows):
         self._fields = self._format.fields(names, path)
         metadata = self._file.metadata
         self._ends = list(accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
-        self._length = metadata.num_rows
+        self._length, self._stored = metadata.num_rows, self.path.stat().st_size
         if not self._length:
             raise TaskError(f"{path}: the file has no rows.")
         self._cache: LRU[int, Any] = LRU(cache_mib * MIB, lambda table: table.nbytes, at_least=1)
@@ -436,6 +454,7 @@ class HubRows(_Rows):
         self._all = rows.with_format("arrow")
         self._rows = self._all.select_columns(fields)
         self._length = len(rows)
+        self._stored = sum(Path(file["filename"]).stat().st_size for file in rows.cache_files)
         if not self._length:
             raise TaskError(f"the data set '{data}', split '{split}', has no rows.")
         from datasets import config
@@ -504,6 +523,11 @@ class PassedRows(_Rows):
             task: Task = self._rows[index]
             return task
         return super().__getitem__(index)
+
+    def without_media(self, index: int) -> Task:
+        """The task of a row, with references to media that were not read."""
+        row = None if self._is_data_set else self._rows[index]
+        return row if isinstance(row, Task) else super().without_media(index)
 
     def id_of(self, index: int) -> str:
         """The id of a row's task."""

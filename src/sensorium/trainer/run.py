@@ -24,6 +24,7 @@ from sensorium.data.media_store import FilesRead
 from sensorium.data.mixture import a_few, each_once, make_sources, resolve_epochs
 from sensorium.data.planner import CausalSource, make_planner
 from sensorium.data.row_format import placeholder_notes, unread_notes
+from sensorium.data.task_content import row_notes
 from sensorium.evaluation.evaluate import Variant, measure
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, context_note, general_note
@@ -125,6 +126,8 @@ def open_trainer(
     refuse_without_demonstrations(recipe, shown)
     looked_at = [*few, *held_out, *(() if recorded is None else shown)]
     rows = [*stream.sources, *sources, *(() if recorded is None else (recorded,))]
+    if not resume:
+        found += row_notes(stream.sources, sources, recipe.tasks.on_bad_row)
     with _closed_if_it_fails() as closings:
         session = open_session(recipe, load_trained(recipe, store, saved), ledger, directory.path)
         closings.append(lambda _: session.close())

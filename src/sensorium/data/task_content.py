@@ -1,0 +1,173 @@
+"""What rows ask, compared at the start of a run: rows both held out and trained on, ids used twice, rows without media.
+
+No medium is read: a file counts as its path, and bytes in a row as their hash. So the same picture under two names counts
+as two, which ``sensorium validate`` finds, and nothing that differs is taken for the same.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sensorium.data.excluded_rows import original_row
+from sensorium.data.media_files import MIB
+from sensorium.data.media_store import MediaStore
+from sensorium.recipe.registry import resolve
+from sensorium.vocabulary.content import Media, MediaKind
+from sensorium.vocabulary.decoding import Parameters
+from sensorium.vocabulary.errors import MediaError, TaskError
+from sensorium.vocabulary.plain import attempt, counted
+from sensorium.vocabulary.task import Task
+
+if TYPE_CHECKING:
+    from sensorium.data.mixture import TaskSource, Treatment
+
+MOST_ROWS = 10_000  # of each source that are compared
+MOST_BYTES = 256 * MIB  # of rows of each source, on average of all of its rows
+
+
+class UnreadMedia(MediaStore):
+    """Refers to media by their paths, or by the bytes that a row holds, without reading or decoding them."""
+
+    def put(self, data: bytes, kind: MediaKind, origin: str = "", parameters: Parameters | None = None) -> Media:
+        """A reference to bytes."""
+        return Media(kind, hashlib.sha256(data).hexdigest(), origin, parameters)
+
+    def put_picture(self, data: bytes, origin: str) -> Media:
+        """A reference to a picture's bytes."""
+        return self.put(data, "picture", origin)
+
+    def put_picture_file(self, path: Path, origin: str) -> Media:
+        """A reference to a picture's file."""
+        return self.put_file(path, "picture", origin)
+
+    def put_file(self, path: Path, kind: MediaKind, origin: str = "", parameters: Parameters | None = None) -> Media:
+        """A reference to a file, by its path."""
+        return self.put(b"file " + os.fsencode(os.path.abspath(path)), kind, origin, parameters)
+
+
+UNREAD = UnreadMedia()
+
+
+def content_of(task: Task, seen: Mapping[str, str] | None = None) -> str:
+    """The identity of a task: an environment's start, or the question with its media, whatever its answer is.
+
+    ``seen``: fingerprints of decoded media by key, since one picture may be in several files.
+    """
+    spec = task.environment
+    key = getattr(resolve("environment", spec.name), "content_key", None) if spec is not None else None
+    if spec is not None and task.metadata.get("split_by") == "seed":
+        return f"{spec.name}/seed {spec.seed}"
+    if spec is not None and key is not None and not task.messages:
+        content, error = attempt(key, spec.seed, spec.options)
+        return f"{spec.name}/{content}" if error is None else f"{spec.name}/seed {spec.seed}"
+    known = seen or {}
+    shown = [
+        (m.role, m.text, [known.get(part.key) or _unseen(part) for item in m.media for part in item.parts])
+        for m in task.messages
+    ]
+    start: tuple[object, ...] = () if spec is None else (spec.name, spec.seed, sorted(spec.options.items()))
+    if spec is not None and not task.messages:  # a row that its environment puts into words
+        start += (task.answer,)
+    return hashlib.blake2b(repr((shown, start)).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def _unseen(part: Media) -> tuple[object, ...]:
+    """A medium by its hash, and the part of the clip that is shown, however it is decoded."""
+    return part.hash, *(getattr(part.parameters, name, None) for name in ("start", "end"))
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """What is compared of a row: its source and number there, its task's id and content, and the kinds of its media."""
+
+    source: str
+    row: int
+    id: str
+    content: str
+    kinds: frozenset[MediaKind]
+
+
+def compared_row(task: Task, source: str, row: int, seen: Mapping[str, str] | None = None) -> ComparedRow:
+    """What is compared of a task; ``seen`` as in ``content_of``."""
+    kinds = frozenset(part.kind for message in task.messages for item in message.media for part in item.parts)
+    return ComparedRow(source, row, task.id, content_of(task, seen), kinds)
+
+
+def compared_rows(source: "TaskSource", where: str, on_bad_row: "Treatment") -> list[ComparedRow]:
+    """The first rows of a source that knows its tasks without their media (``without_media``); of others none.
+
+    A row that cannot be read is refused or passed over, as ``on_bad_row`` says.
+    """
+    from sensorium.data.mixture import with_way_out
+
+    read, size = getattr(source, "without_media", None), getattr(source, "row_bytes", 0.0)
+    found: list[ComparedRow] = []
+    if read is None:
+        return found
+    for index in range(min(len(source), MOST_ROWS, int(MOST_BYTES / max(size, 1e-9)))):
+        row = original_row(source, index)
+        try:
+            found.append(compared_row(read(row), where, row))
+        except (TaskError, MediaError) as error:
+            if on_bad_row == "refuse":
+                raise with_way_out(error) from error
+    return found
+
+
+def row_notes(train: "Sequence[TaskSource]", held_out: "Sequence[TaskSource]", on_bad_row: "Treatment") -> Iterator[str]:
+    """Sentences about likely mistakes in the rows of both sides."""
+    sides: list[list[ComparedRow]] = []
+    for side, sources in (("train", train), ("evaluate", held_out)):
+        sides.append([])
+        for i, source in enumerate(sources):
+            rows = compared_rows(source, f"tasks.{side}.{i}", on_bad_row)
+            sides[-1] += rows
+            yield from text_alone(rows, source)
+        yield from repeated_ids(sides[-1])
+    yield from other_media(*sides)
+    trained = {row.content: row for row in sides[0]}
+    if both := [row for row in sides[1] if row.content in trained]:
+        first, same = both[0], trained[both[0].content]
+        yield (
+            f"ATTENTION: {len(both):,} of {len(sides[1]):,} held-out rows that were compared are trained on, too: the "
+            f"first, '{first.id}' ({first.source}), asks the same as '{same.id}' ({same.source}). Accuracy on them says "
+            "what was memorised. 'sensorium validate' lists all of them, in the form in which tasks.exclude takes rows."
+        )
+
+
+def repeated_ids(rows: Sequence[ComparedRow]) -> Iterator[str]:
+    """A sentence about ids under which one side has different rows. A row that is repeated as it is has the same task."""
+    first: dict[str, ComparedRow] = {}
+    others = [row for row in rows if first.setdefault(row.id, row).content != row.content]
+    if others:
+        ids, one, other = len({row.id for row in others}), first[others[0].id], others[0]
+        yield (
+            f"{counted(ids, 'id')} of tasks {'is' if ids == 1 else 'are'} used for different rows, the first, '{one.id}', "
+            f"for row {one.row} of {one.source} and row {other.row} of {other.source}: 'sensorium compare' and curricula "
+            "by success take them for one task. Give each row an id of its own (the field 'id', or columns: {id: COLUMN})."
+        )
+
+
+def other_media(trained: Sequence[ComparedRow], held_out: Sequence[ComparedRow]) -> Iterator[str]:
+    """A sentence if held-out rows show media and training rows none."""
+    train, test = (frozenset[MediaKind]().union(*(row.kinds for row in rows)) for rows in (trained, held_out))
+    if trained and test and not train:
+        yield (
+            f"none of {counted(len(trained), 'training row')} shows a medium, and held-out rows show "
+            f"{' and '.join(f'{kind}s' for kind in sorted(test))}: what is evaluated is not what is trained."
+        )
+
+
+def text_alone(rows: Sequence[ComparedRow], source: "TaskSource") -> Iterator[str]:
+    """A sentence about rows in which all columns of media, which the source's options name, are empty."""
+    columns = getattr(source, "media_columns", ())
+    empty = [row for row in rows if not row.kinds] if columns else []
+    if empty:
+        named = " and ".join(f"'{column}'" for column in columns)
+        yield (
+            f"{len(empty):,} of {counted(len(rows), 'row')} of {empty[0].source} have nothing in {named}, and are asked as "
+            f"text alone; the first is row {empty[0].row}."
+        )
