@@ -47,10 +47,11 @@ QUESTIONS = {
 
 
 AUGMENTED = QUESTIONS | {"tasks": QUESTIONS["tasks"] | {"augment": {"picture": {"crop": [0.7, 0.9]}}}}
+POOLED = {"environments": {"pool": 1}}
 WINDOWED = {"rollout": {"max_turns": 4, "max_new_tokens": 12, "window": 2}}
 
 
-@pytest.mark.parametrize("changes", [{}, WINDOWED, QUESTIONS, AUGMENTED], ids=["walks", "window", "questions", "augmented"])
+@pytest.mark.parametrize("changes", [{}, POOLED, WINDOWED, QUESTIONS, AUGMENTED])
 def test_losses_and_weights_are_those_of_played_demonstrations(changes: dict[str, Any], tmp_path: Path) -> None:
     found = sn.record(recipe(tmp_path / "played", **changes), to=tmp_path / "shown", show=False)
     assert len(found) == 6

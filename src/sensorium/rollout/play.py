@@ -17,6 +17,7 @@ from typing import Any, Self
 from sensorium.cluster.event_loop import first_error
 from sensorium.cluster.placed_workers import MOST_LOSSES
 from sensorium.cluster.pool import Slots, WorkerPool
+from sensorium.data.demonstrations import RECORDED
 from sensorium.data.lru import LRU
 from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, Sampling, response_key
 from sensorium.envs.protocol import StepResult
@@ -387,7 +388,8 @@ class Rollout:
     async def _instance(self, play: "_Play") -> AsyncIterator[None]:
         """Inside, an episode may have an instance of its environment; before, it waits for its turn."""
         spec = play.task.environment
-        if self.instances is None or spec is None or getattr(resolve("environment", spec.name), "instant", False) is True:
+        name = None if spec is None or spec.name == RECORDED else spec.name
+        if self.instances is None or name is None or getattr(resolve("environment", name), "instant", False) is True:
             yield
             return
         async with self.instances.one(play.place) as waited_s:
