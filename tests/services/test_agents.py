@@ -13,6 +13,7 @@ import pytest
 
 from examples.shapes_agent import COLOURS, CONNECTIONS, SHAPES
 from sensorium.assembly.playing import EnvironmentMaker
+from sensorium.data.demonstrations import DemonstrationRows, Recording, RecordingClaim, row_of
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
@@ -67,6 +68,24 @@ def test_a_request_continues_the_thread_whose_messages_it_repeats_and_any_other_
     assert last.segments[1] is first.segments[1]
     assert [span.media.kind for segment in first.segments for span in segment.media] == ["picture"]
     assert [turn.reward for turn in episode.turns] == [None, None, None, 0.5]
+
+
+def test_a_recorded_episode_keeps_its_conversations(policy: Policy, tmp_path: Path) -> None:
+    episode = played(policy, lambda request: f"answer {request.order[-1]}", function=f"{HERE}:talk")
+    recording, store = Recording(tmp_path / "shown"), policy.chat.store
+    recording.path.mkdir()
+    recording.take(RecordingClaim("r", "test", 1, 1, None, 0, {}))
+    recording.keep(*row_of(0, Task("t", environment=EnvironmentSpec("agent", {}, 7)), episode, store), store)
+    (task,) = DemonstrationRows(recording.path, store)
+    section = RolloutSection(max_turns=10, max_new_tokens=16)
+    rollout = Rollout(policy.chat, ScriptedEngine(policy.chat, lambda _: ""), section, EnvironmentMaker(store))
+    (group,) = asyncio.run(rollout.stream([task], 1, Attempt(0, 1, demonstrate=True), Sampling()).in_order())
+    rollout.close()
+    again = group.episodes[0]
+    assert [thread.home for thread in again.threads] == [thread.home for thread in episode.threads]
+    read, then = ([[s.tokens for s in thread.segments] for thread in one.threads] for one in (again, episode))
+    assert read == then
+    assert [turn.reward for turn in again.turns] == [turn.reward for turn in episode.turns]
 
 
 def test_tools_are_offered_and_called_and_a_wrong_request_is_refused(policy: Policy) -> None:

@@ -329,18 +329,25 @@ class _TaughtEnvironment(WatchedEnvironment):
     instant = False  # it waits for the server
 
     def __init__(self, inner: Any, client: "JudgeClient", model: str, parameters: dict[str, Any], draw: int) -> None:
-        super().__init__(inner, self._begun, self._went_on, lambda text: self._conversation.append(assistant(text)))
+        super().__init__(inner, self._begun, self._went_on, self._answered)
         self._client, self._model, self._parameters, self._draw = client, model, parameters, draw
-        self._conversation: list[Message] = []
+        self._head: list[Message] = []
+        self._turns: list[list[Message]] = []  # the conversation up to each response
 
     def _begun(self, returned: Any) -> Any:
         head, observation = returned
+        self._head, self._turns = list(head), []
         self._conversation = [*head, *observation.messages]
         return returned
 
+    def _answered(self, response: str) -> None:
+        self._turns.append([*self._conversation, assistant(response)])
+
     def _went_on(self, result: Any) -> Any:
-        if isinstance(result.observation, Observation):
-            self._conversation += result.observation.messages
+        shown = result.observation
+        if isinstance(shown, Observation):
+            before = self._head if shown.after == -1 else self._turns[-1 if shown.after is None else shown.after]
+            self._conversation = [*before, *shown.messages]
         return result
 
     def demonstrate(self) -> str:

@@ -7,7 +7,8 @@
     recording.json   what was asked for
 
 ``head`` counts the environment's messages before its first observation, ``turns`` the messages of each observation; after
-each of them comes the response, a message of the assistant. Invariants: a row is appended whole, after its media; rows of
+each of them comes the response, a message of the assistant; ``after``, of episodes with several conversations, the turn
+that each observation follows. Invariants: a row is appended whole, after its media; rows of
 a whole recording are in the order in which a warm start draws their tasks (``place``), however they were played.
 """
 
@@ -177,7 +178,7 @@ def summary_of(recording: Recording) -> RecordingSummary:
 def file_of(medium: Media, store: MediaStore) -> str:
     """The path of a medium in a recording's folder."""
     mime = mime_type(store.head_of(medium, 64), medium.kind)
-    return f"media/{medium.hash}{mimetypes.guess_extension(mime) or ''}"
+    return f"media/{medium.hash}{mimetypes.guess_extension(mime) or '.' + mime.rpartition('/')[2]}"
 
 
 def row_of(place: int, task: Task, episode: Episode, store: MediaStore) -> tuple[Json, list[Media]]:
@@ -208,6 +209,7 @@ def row_of(place: int, task: Task, episode: Episode, store: MediaStore) -> tuple
         "rewards": [turn.parts or turn.reward for turn in episode.turns],
         "head": len(head),
         "turns": [len(turn.observation) for turn in episode.turns],
+        "after": [turn.after for turn in episode.turns],
         "messages": [_message_row(message, store) for message in messages],
     }
     return row, media
@@ -271,7 +273,10 @@ def task_of(row: Mapping[str, Any], place: Place) -> Task:
     if len(rewards) != len(responses):
         raise place.error(f"it has {counted(len(responses), 'response')} and {counted(len(rewards), 'reward')}.")
     end = asdict(RecordedEnd(**row["end"]))
-    options = {"head": row["head"], "turns": row["turns"], "rewards": rewards, "end": end}
+    after = row.get("after") or [None] * len(responses)
+    if len(after) != len(responses) or not all(one is None or -1 <= one < turn for turn, one in enumerate(after)):
+        raise place.error(f"'after' must name an earlier turn, -1 or null for each of its {len(responses)} turns.")
+    options = {"head": row["head"], "turns": row["turns"], "after": after, "rewards": rewards, "end": end}
     options[OBSERVED] = row.get("environment") is not None
     return Task(
         id=str(row["id"]),

@@ -4,6 +4,7 @@ The task of a recording (``data/demonstrations.py``) names it, and nothing else 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from sensorium.data.demonstrations import RecordedEnd
@@ -24,19 +25,22 @@ class RecordedEnvironment:
         self._responses, self._turn = task.demonstration, 0
         self._head: tuple[Message, ...] = task.messages[: options["head"]]
         ends = accumulate(options["turns"], initial=options["head"])
-        self._observations = [task.messages[start:end] for start, end in pairwise(ends)]
+        self._observations = [
+            Observation(task.messages[start:end], after=after)
+            for (start, end), after in zip(pairwise(ends), options["after"], strict=True)
+        ]
         self._rewards: Sequence[float | Mapping[str, float] | None] = options["rewards"]
         self._end = RecordedEnd(**options["end"])
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         self._turn = 0
-        return self._head, Observation(self._observations[0], self._end.category)
+        return self._head, replace(self._observations[0], category=self._end.category)
 
     def step(self, response: str) -> StepResult:
         reward = self._rewards[self._turn]
         self._turn += 1
         if self._turn < len(self._observations):
-            return StepResult(Observation(self._observations[self._turn]), reward)
+            return StepResult(self._observations[self._turn], reward)
         return StepResult(None, reward, not self._end.truncated, self._end.truncated, self._end.success)
 
     def demonstrate(self) -> str:

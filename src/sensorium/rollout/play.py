@@ -20,7 +20,7 @@ from sensorium.cluster.pool import Slots, WorkerPool
 from sensorium.data.demonstrations import RECORDED
 from sensorium.data.lru import LRU
 from sensorium.engines.protocol import Engine, LiveEpisodes, Request, Response, Sampling, response_key
-from sensorium.envs.protocol import StepResult
+from sensorium.envs.protocol import Observation, StepResult
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import RolloutSection
@@ -558,7 +558,7 @@ class _Play:
             out_of_budget = cut and budget < most
             usage = self.rollout.length(context), len(response.segment.tokens), cut
             result = await self.environment.step(response.segment.text, len(self.turns), usage)
-            self.record(observation.messages, response, thread, place, result)
+            self.record(observation, response, thread, place, result)
             if result.done or result.truncated or result.observation is None:
                 # A question is truncated with its response. An environment that has ended is finished even if its last
                 # response was cut: nothing would have followed, so no critic may estimate a future.
@@ -613,14 +613,12 @@ class _Play:
         request = Request(thread, context, sampling, (*self.place, turn), key, f"{self.id}/{turn}")
         return await self.rollout.engine.generate(request, self.live)
 
-    def record(
-        self, observation: tuple[Message, ...], response: Response, thread: int, place: int, result: StepResult
-    ) -> None:
+    def record(self, observation: Observation, response: Response, thread: int, place: int, result: StepResult) -> None:
         parts = dict(result.reward) if isinstance(result.reward, Mapping) else {}
         reward = sum(parts.values()) if isinstance(result.reward, Mapping) else result.reward
         cut = response.finish == "length"
-        turn = Turn(len(self.turns), observation, response.segment, thread, place, reward, result.info, parts, cut)
-        self.turns.append(turn)
+        given = len(self.turns), observation.messages, response.segment, thread, place, reward, result.info, parts, cut
+        self.turns.append(Turn(*given, after=observation.after))
         if result.success is not None:
             self.info["success"] = result.success
 

@@ -193,6 +193,7 @@ def episode_to_json(episode: Episode, *, routes: bool = False) -> Json:
             info=turn.info,
             parts={name: _number(value) for name, value in turn.parts.items()},
             cut=turn.cut or None,
+            after=turn.after,
         )
         for turn in episode.turns
     ]
@@ -226,6 +227,7 @@ def episode_from_json(data: Json) -> Episode:
             info=turn.get("info", {}),
             parts={name: float(value) for name, value in turn.get("parts", {}).items()},
             cut=turn.get("cut", False),
+            after=turn.get("after"),
         )
         for turn in data.get("turns", [])
     )

@@ -127,7 +127,8 @@ class Turn:
     """One exchange: observation, response, and the environment's reward.
 
     ``thread`` is the index of the response's home thread, ``segment`` its index there. ``parts`` are named parts of
-    ``reward``, which they add up to. ``cut``: a token budget ended the response.
+    ``reward``, which they add up to. ``cut``: a token budget ended the response. ``after``: the turn that the observation
+    follows, where the environment said so (-1: none).
     """
 
     index: int
@@ -139,6 +140,7 @@ class Turn:
     info: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
     cut: bool = False
+    after: int | None = None
 
 
 @dataclass(frozen=True)
