@@ -202,6 +202,19 @@ def test_a_served_model_is_asked_with_the_conversation_and_each_question_once() 
         assert len(server.asked) == count
 
 
+def test_validate_reads_every_recorded_row(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sn.record(recipe(SOKOBAN), show=False).folder
+    command = ["validate", written(recipe(SOKOBAN)), f"warm_start.demonstrations={folder}"]
+
+    def level() -> str:
+        code, shown = main(command), " ".join(capsys.readouterr().out.split())
+        return f"{code} {'warm_start.demonstrations' in shown}"
+
+    assert level() == "0 True"
+    next((folder / "media").iterdir()).unlink()
+    assert level() == "1 True"
+
+
 def test_show_prints_a_recorded_episode(capsys: pytest.CaptureFixture[str]) -> None:
     folder = sn.record(recipe(SOKOBAN), show=False).folder
     name = written(recipe(SOKOBAN))

@@ -16,6 +16,7 @@ from sensorium.cli.row_checks import (
     media_fault,
 )
 from sensorium.cluster.event_loop import run_async
+from sensorium.data.demonstrations import demonstrations_of
 from sensorium.data.excluded_rows import BadRow, id_of, original_row
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import Side, TaskSource, Treatment, make_source, permuted
@@ -284,6 +285,26 @@ def validate(
             level: Level = "error" if place == "tasks.train" else "warning"
             yield Finding(place, "tasks left", "every task that was read would be left out", level)
     yield from _check_splits(splits[0], splits[1], bad)
+    yield from _check_recording(recipe, session.store)
+
+
+def _check_recording(recipe: Recipe, store: MediaStore) -> Iterator[Finding]:
+    """Read every recorded demonstration that the warm start would, with its media."""
+    where, unreadable = "warm_start.demonstrations", list[str]()
+    try:
+        rows = demonstrations_of(recipe, store)
+    except SensoriumError as error:
+        yield Finding(where, "recording", str(error), "error")
+        return
+    if rows is None:
+        return
+    for row in range(len(rows)):
+        try:
+            rows[row]
+        except (TaskError, MediaError) as error:
+            unreadable.append(str(error))
+    yield Finding(where, "rows", *_counted(f"{len(rows):,} read", unreadable, _level(recipe.tasks.on_bad_row)))
+    yield Finding(where, "recording", "; ".join(rows.summary.lines), "warning" if rows.summary.missing else "ok")
 
 
 class _SourceCheck:
