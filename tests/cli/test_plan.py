@@ -85,14 +85,14 @@ def test_numbers_that_no_plan_can_mean_are_refused(given: list[str], told: str, 
     assert told in capsys.readouterr().err
 
 
-def test_an_engine_that_is_too_large_fits_with_the_rows_that_the_error_names(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_engine_gets_as_many_rows_as_fit_unless_the_recipe_says(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["plan", "taskmem", "--gpus", "8", "--kind", "h200"]
-    assert main(given) == 2
-    (rows,) = re.findall(r"max_rows \((\d+) fits\)", capsys.readouterr().err)
-    assert main([*given, f"rollout.engine.options.max_rows={rows}"]) == 0
+    assert main(given) == 0
+    (rows,) = re.findall(r"rollout.engine.options.max_rows=(\d+)", capsys.readouterr().out)
     assert main([*given, f"rollout.engine.options.max_rows={2 * int(rows)}"]) == 2
+    assert f"({rows} fits)" in capsys.readouterr().err
+    assert main([*given, f"rollout.engine.options.max_rows={rows}"]) == 0
+    assert "max_rows" not in capsys.readouterr().out
 
 
 def test_planning_imports_no_torch() -> None:

@@ -21,6 +21,7 @@ from sensorium.forecast.memory import GpuMemory
 from sensorium.forecast.simulator import SCHEDULES, Deployment
 from sensorium.recipe.activations import tower_bytes
 from sensorium.recipe.load import load_recipe
+from sensorium.recipe.plan import engine_rows
 from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import bytes_text, count_text
 from sensorium.report.terminal import Terminal, say
@@ -111,6 +112,8 @@ def _placing(recipe: Recipe, plan: Deployment) -> str:
         if recipe.rollout.schedule == "lockstep":
             wanted["rollout.schedule"] = ("eager", "lockstep")
     wanted["cluster.placement"] = ("ray", recipe.cluster.placement)
+    if plan.max_rows < min(recipe.rollout.concurrency or 10**9, engine_rows(recipe)):
+        wanted["rollout.engine.options.max_rows"] = (plan.max_rows, None)  # more would not fit
     return " ".join(f"{key}={value}" for key, (value, has) in wanted.items() if value != has)
 
 

@@ -334,7 +334,15 @@ def _planned(
     recipe, rank = _fitting_rank(recipe, shape, kind, deployment, assumption)
     engine = None
     if deployment.apart:
-        engine = engine_memory(recipe, shape, kind, deployment.engines, deployment.engine_gpus)
+        rollout, engine = recipe.rollout, engine_memory(recipe, shape, kind, deployment.engines, deployment.engine_gpus)
+        fewer = (
+            None
+            if engine.fits(kind) or "max_rows" in rollout.engine.options
+            else _with_fewer_rows(recipe, shape, kind, deployment)
+        )
+        if fewer is not None:  # the recipe leaves the number to us
+            recipe, engine = fewer, engine_memory(fewer, shape, kind, deployment.engines, deployment.engine_gpus)
+            deployment = replace(deployment, max_rows=min(deployment.max_rows, engine_rows(recipe)))
         _refuse_large_engine(recipe, shape, kind, deployment, engine)
     size = BYTES[recipe.model.dtype]
     vllm = recipe.rollout.engine.name == "vllm"
@@ -407,19 +415,20 @@ def _refuse_large_engine(recipe: Recipe, shape: ModelShape, kind: Kind, plan: De
             f"vLLM may take {vllm_share(recipe)} of the GPU, and the weights alone are "
             f"{held:.0f} GiB: set rollout.engine.options.gpu_share=0.9 where engines have GPUs of their own."
         )
+    fewer = _with_fewer_rows(recipe, shape, kind, plan)
     raise RecipeError(
         f"an engine of {recipe.name} would hold {memory.total / GIB:.0f} GiB on each GPU, of it {held:.0f} of weights and "
         "the rest keys and values of all responses it writes at once: lower rollout.engine.options.max_rows "
-        f"{_rows_that_fit(recipe, shape, kind, plan)}or rollout.concurrency, or plan with more --engines."
+        f"{'' if fewer is None else f'({engine_rows(fewer)} fits) '}or rollout.concurrency, or plan with more --engines."
     )
 
 
-def _rows_that_fit(recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deployment) -> str:
-    """``(64 fits) ``: the most of the halves of the recipe's rows; nothing where rows are not what takes the memory."""
+def _with_fewer_rows(recipe: Recipe, shape: ModelShape, kind: Kind, plan: Deployment) -> Recipe | None:
+    """The recipe with the most of the halves of its rows that fit; None where rows are not what takes the memory."""
     rollout, rows = recipe.rollout, engine_rows(recipe)
-    while (rows := rows // 2) > 0:
+    while (rows := rows // 2) > 0 and rollout.engine.name != "vllm":
         engine = rollout.engine.model_copy(update={"options": {**rollout.engine.options, "max_rows": rows}})
         fewer = recipe.model_copy(update={"rollout": rollout.model_copy(update={"engine": engine})})
         if engine_memory(fewer, shape, kind, plan.engines, plan.engine_gpus).fits(kind):
-            return f"({rows} fits) "
-    return ""
+            return fewer
+    return None
