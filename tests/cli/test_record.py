@@ -17,7 +17,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.vocabulary.content import Message, user
 from sensorium.vocabulary.errors import EnvironmentFailure, SensoriumError
-from tests.rewards.judges.server import JudgeServer, judge_server
+from tests.rewards.judges.server import Answer, JudgeServer, judge_server
 
 SOKOBAN = {"source": "environments", "options": {"environment": "sokoban", "size": 4, "options": {"max_turns": 3}}}
 COUNTING = {
@@ -200,6 +200,15 @@ def test_a_served_model_is_asked_with_the_conversation_and_each_question_once() 
         count = len(server.asked)
         asked(server, limit=3)
         assert len(server.asked) == count
+
+
+def test_a_server_that_does_not_answer_is_not_asked_for_every_task() -> None:
+    with judge_server(lambda request: Answer(status=500)) as server:
+        changed = recipe() | {"judges": {"retries": 0}}
+        found = sn.record(changed, server.url, model="teacher", show=False)
+        assert found.summary.missing == 6
+        assert len(server.asked) == 2  # of the first lot
+        assert not list(found)
 
 
 def test_validate_reads_every_recorded_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,7 +205,7 @@ class _Recorder:
     def __init__(self, recipe: Recipe, order: RecordingOrder, recording: Recording, player: _Player, bar: WorkBar) -> None:
         self.recipe, self.order, self.recording, self.player, self.bar = recipe, order, recording, player, bar
         self.decided = recording.decided()
-        self.failures: Counter[str] = Counter()
+        self.failures: dict[str, list[str]] = {}  # ids of tasks by reason
 
     async def record(self, stream: TaskStream, rows: Sequence[tuple[int, int]]) -> None:
         samples = range(self.order.samples)
@@ -217,6 +217,7 @@ class _Recorder:
         done = 0
         for start in range(0, len(left), lot):
             tasks = [(place, task) for place in left[start : start + lot] if (task := self._task(stream, place, rows))]
+            failed = sum(map(len, self.failures.values()))
             try:
                 async for place, group in self._played(tasks):
                     await self._decide(place, group)
@@ -224,8 +225,12 @@ class _Recorder:
                     self.bar.tell(done)
             except EndOfPlay:
                 break
-        for failure, count in self.failures.most_common(MOST_NAMED):
-            say(f"{count:,} failed: {failure}", Terminal(stderr=True))
+            if tasks and sum(map(len, self.failures.values())) - failed >= len(tasks) * self.order.samples:
+                say("stopped, because none of the last episodes could be played", Terminal(stderr=True))
+                break
+        for failure, ids in list(self.failures.items())[:MOST_NAMED]:
+            more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
+            say(f"failed: {failure} ({', '.join(ids[:MOST_NAMED])}{more})", Terminal(stderr=True))
 
     def _task(self, stream: TaskStream, place: int, rows: Sequence[tuple[int, int]]) -> Task | None:
         source, row = rows[place]
@@ -267,7 +272,7 @@ class _Recorder:
             if (place, episode.index) in self.decided:
                 continue
             if unplayed := self._unplayed(episode):
-                self.failures[unplayed] += 1
+                self.failures.setdefault(unplayed, []).append(group.task.id)
             elif why := self._unwanted(episode):
                 self.recording.leave_out(place, episode.index, group.task.id, episode.reward, why)
             else:
@@ -277,7 +282,7 @@ class _Recorder:
     def _unplayed(self, episode: Episode) -> str:
         """Why an episode decides nothing and is missing: it, or a term, failed. It is played again by the next command."""
         if episode.status in (Status.FAILED, Status.ABORTED) and not episode.info.get("prompt_too_long"):
-            return episode.failure
+            return episode.failure.removeprefix(f"task {episode.task_id}, turn {len(episode.turns)}: ")
         missing = next((s for s in episode.scores if s.missing and s.weight), None)
         known = self.order.min_reward is None or episode.info.get("prompt_too_long")
         return "" if missing is None or known else f"no score '{missing.name}': {missing.reason}"
@@ -363,4 +368,4 @@ class _TaughtEnvironment(WatchedEnvironment):
         try:
             return self._client.ask_now(asked).text
         except SensoriumError as error:
-            raise EnvironmentFailure(str(error)) from error
+            raise EnvironmentFailure(str(error).replace("judge", "model", 1)) from error
