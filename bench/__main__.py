@@ -10,6 +10,7 @@ python -m bench all [--limit-s 540] [--cases W1,Q35] [--out all.json]
 python -m bench curves
 python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
 python -m bench kernels --workload W1|W2|W3 [--steps 3] [--limit-s 500] [--known FILE] [--out kernels.json]
+python -m bench turns [--steps 2] [--only native|vllm] [--tiny]
 python -m bench schedules [--workload text|W1] [--steps 4] [--tiny] [--slow [--slower 1]
                           [--environments local|workers|service]]
 python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
@@ -28,6 +29,7 @@ The others need a CUDA GPU. Weights are random: speed does not depend on their v
 SENSORIUM_BENCH_MODELS=FOLDER keeps the models that are made, so that several commands make them once.
 ``schedules`` times the three schedules in one run (``bench/compared_schedules.py``): of a GSM8K
 run's work (``text``) or W1; ``--slow``: with environments that take 0.2 to 1 s a turn; ``--tiny``: on a CPU.
+``turns`` is W4: eight turns with a picture each, beside W1 (``bench/many_turns.py``).
 ``all`` runs what is held to a baseline, case by case (``bench/all_workloads.py``).
 ``experts`` compares forms of a mixture's experts and replayed routes in one process (``bench/experts.py``).
 ``kernels`` times steps with every kernel switched off in turn (``bench/kernel_times.py``).
@@ -54,7 +56,8 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "what", choices=["all", "step", "engines", "rollout", "curves", "kernels", "export", "experts", "schedules"]
+        "what",
+        choices=["all", "step", "engines", "rollout", "curves", "kernels", "export", "experts", "schedules", "turns"],
     )
     parser.add_argument("--workload", default="W1", choices=["CPU", "W1", "W2", "W3", "OMNI", "Q35", "A3B", "text"])
     parser.add_argument("--slow", action="store_true", help="schedules: with environments that take 0.2 to 1 s a turn")
@@ -82,7 +85,7 @@ def main() -> None:
     parser.add_argument("--known", type=Path, help="kernels: an earlier result; what it settles is left out")
     parser.add_argument("--out", type=Path, help="kernels, all: where the result goes (kernels.json, all.json)")
     parser.add_argument("--scratch", type=Path, help="where the export writes; default: a temporary folder")
-    parser.add_argument("--tiny", action="store_true", help="export, engines, schedules and CPU: on a tiny model")
+    parser.add_argument("--tiny", action="store_true", help="export, engines, schedules, turns and CPU: on a tiny model")
     given = parser.parse_args()
     import torch
 
@@ -93,6 +96,13 @@ def main() -> None:
         from engines import TINY
 
         print(json.dumps(_engines(given, TINY), indent=1))
+        return
+    if given.what == "turns" and (given.tiny or torch.cuda.is_available()):
+        from many_turns import compare as compare_turns
+
+        logging.disable(logging.WARNING)
+        engines = (given.only,) if given.only else ("native",)
+        print(json.dumps(compare_turns(given.steps, tiny=given.tiny, engines=engines), indent=1))
         return
     if given.what == "schedules" and (given.tiny or torch.cuda.is_available()):
         from compared_schedules import compare

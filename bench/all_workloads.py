@@ -34,6 +34,7 @@ CASES = {
     "schedules": "schedules --workload text --steps 3",
     "schedules W1": "schedules --workload W1 --steps 3",
     "slow environments": "schedules --slow --steps 3",
+    "W4": "turns --steps 2",
     "OMNI": "step --workload OMNI --steps 1 --tokens-per-microbatch 8192",
 }
 SHOWN = ("step_s", "rollout_s", "update_s", "update_mfu", "peak_gib", "prob_error", "tokens_per_s")
@@ -57,7 +58,7 @@ def row(case: str, result: Any, baseline: dict[str, float] | None) -> str:
     """A line of the table."""
     if not isinstance(result, dict):
         return f"{case:<18} {result if isinstance(result, str) else json.dumps(result)}"
-    shown = " ".join(f"{name} {result[name]:g}" for name in SHOWN if name in result)
+    shown = " ".join(f"{name} {result[name]:g}" for name in SHOWN if name in result) or json.dumps(result)
     ratio = over(result, baseline or {})
     return f"{case:<18} {shown}" + (f"  {ratio:.3f} of the baseline" if ratio else "")
 
