@@ -135,7 +135,7 @@ def _measured(run: Path, recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def _read_once(trainer: Any, episodes: list[Any]) -> int:
-    """Tokens that no decode step reads: those of others, a group's common ones once, and each turn's last but for the end."""
+    """Tokens that no decode step reads: of others, a group's common ones once, and each turn's last but for the end."""
     chat, seen = trainer.session.policy.chat, set()
     found = sum(len(episode.turns) - len(episode.threads) for episode in episodes)
     for thread in (thread for episode in episodes for thread in episode.threads):
