@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from examples.shapes_agent import COLOURS, CONNECTIONS, SHAPES
+from examples.shapes_agent import COLOURS, SHAPES
 from sensorium.assembly.playing import EnvironmentMaker
 from sensorium.data.demonstrations import DemonstrationRows, Recording, RecordingClaim, row_of
 from sensorium.data.media_store import MediaStore
@@ -163,7 +163,7 @@ def test_the_agent_of_the_page_is_a_program_and_trains_as_a_function(
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     changes = ["steps=1", f"run_dir={tmp_path / 'run'}", "batch.prompts_per_step=2", "batch.group_size=2"]
     train(load_recipe(tmp_path / "agent.yaml", [*changes, "evaluation.at_start=false", "evaluation.every=0"]))
-    CONNECTIONS.close()
+    sys.modules["shapes_agent"].CONNECTIONS.close()
     (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert (row["episodes/failed"], row["episodes/turns_mean"]) == (0, 2)
 

@@ -387,14 +387,17 @@ class Rollout:
     @asynccontextmanager
     async def _instance(self, play: "_Play") -> AsyncIterator[None]:
         """Inside, an episode may have an instance of its environment; before, it waits for its turn."""
-        spec = play.task.environment
-        name = None if spec is None or spec.name == RECORDED else spec.name
-        if self.instances is None or name is None or getattr(resolve("environment", name), "instant", False) is True:
+        if self.instances is None or not self.takes_instance(play.task):
             yield
             return
         async with self.instances.one(play.place) as waited_s:
             self.instance_waits_s.append(waited_s)
             yield
+
+    def takes_instance(self, task: Task) -> bool:
+        """Whether ``instances`` bounds a task: its environment is no plain computation."""
+        name = None if task.environment is None or task.environment.name == RECORDED else task.environment.name
+        return name is not None and getattr(resolve("environment", name), "instant", False) is not True
 
     async def available(self, task: Task) -> None:
         """Wait until a task's environment can be played: workers may all be starting again, and servers be lost."""

@@ -17,6 +17,7 @@ Requests of an agent are answered one after the other, in the order of their arr
 """
 
 import asyncio
+import atexit
 import base64
 import hashlib
 import json
@@ -336,7 +337,7 @@ class _AgentRun:
 
     def __init__(self, gateway: "_Gateway", talks: Conversations) -> None:
         self._gateway, self._talks = gateway, talks
-        self.usage = (0, 0, False)
+        self.usage: tuple[int, int, bool] | None = None  # of the last answer, where it is known
         self.one_at_a_time = asyncio.Lock()
         self._key = secrets.token_urlsafe(16)
         self._events: queue.SimpleQueue[Asked | Report | Ended] = queue.SimpleQueue()
@@ -403,19 +404,23 @@ class _AgentRun:
                 event.refuse(400, str(error))
                 continue
             self._pending = event
+            if self._closed:
+                event.refuse(410, OVER)
             return StepResult(observation)
 
     def answer(self, response: str) -> None:
         asked, self._pending = self._pending, None
         assert asked is not None, "a step follows a request"
-        prompt, tokens, cut = self.usage
-        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        usage, cut = None, False
+        if self.usage is not None:
+            prompt, tokens, cut = self.usage
+            usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         asked.answer.set_result({"choices": [self._talks.answered(asked.request, response, cut)], "usage": usage})
 
     def close(self) -> None:
         """Refuse what it still asks, and end the program with all that it started; one that has reported may end itself."""
         self._gateway.close(self._key)
-        self._closed = True
+        self._closed = True  # before the others look: whoever comes later refuses by itself
         if self._pending is not None:
             self._pending.refuse(410, OVER)
         self._events.put(Ended("was closed"))  # for a thread that waits for the agent
@@ -468,6 +473,7 @@ class _Gateway:
         self._address = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
         server = uvicorn.Server(uvicorn.Config(self._application(), log_level="warning"))
         threading.Thread(target=server.run, args=([listening],), name="agent gateway", daemon=True).start()
+        atexit.register(self._close_all)  # after Ctrl-C nobody waits for episodes to close
 
     def open(self, key: str, run: _AgentRun) -> str:
         """Take requests of a run from now on; returns its base_url."""
@@ -476,6 +482,10 @@ class _Gateway:
 
     def close(self, key: str) -> None:
         self._runs.pop(key, None)
+
+    def _close_all(self) -> None:
+        for run in list(self._runs.values()):
+            run.close()
 
     def _known(self, key: str) -> _AgentRun:
         if key not in self._runs:
@@ -495,6 +505,8 @@ class _Gateway:
                 self._known(key)
                 asked = Asked(body)
                 run.put(asked)
+                if key not in self._runs:  # closed meanwhile
+                    asked.refuse(410, OVER)
                 answer = await asyncio.wrap_future(asked.answer)
             return _reply(body, answer)
 

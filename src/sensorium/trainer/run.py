@@ -146,6 +146,8 @@ def open_trainer(
             remember_tasks(directory, looked_at, rows)
         plan = for_tasks(make_plan(recipe, session.policy.model.config.to_dict()), looked_at)
         found += filter(None, [disk_note(recipe, plan), memory_note(recipe, plan)])
+        if recipe.environments.pool and not any(session.rollout.takes_instance(task) for task in looked_at):
+            found.append("environments.pool has no effect: no task looked at is played in an environment that waits")
         if session.policy.general is not None:
             found += [general_note(recipe), *(f"model: {note}" for note in session.policy.general.notes)]
         given = {"run_dir": directory.path, "logging": recipe.logging}
