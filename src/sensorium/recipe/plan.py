@@ -62,7 +62,10 @@ ASYNCHRONOUS = (
     "bit-exact repetition, also of a resumed run; what was drawn is still trained once or on record "
     "as dropped (ledger, table draws)"
 )
-STANDS_STILL = " (the native engine samples with the learner's own weights, so it pauses while they are updated)"
+STANDS_STILL = (
+    " (the native engine samples with the learner's own weights and pauses while they are updated, so only responses of "
+    "unequal length or slow environments make this faster than schedule: synchronous)"
+)
 
 
 @dataclass(frozen=True)
