@@ -44,6 +44,17 @@ def test_the_readme_quotes_the_fresh_tasks_and_those_without_a_picture(name: str
     assert row in (ROOT / "README.md").read_text()
 
 
+def test_the_page_of_families_quotes_what_was_learned_on_the_general_path() -> None:
+    found, text = result("general_path"), (ROOT / "docs/guides/families.md").read_text()
+    for variant in found["before"]:
+        assert f"| {found['before'][variant]['mean']:.3f}, [" in text
+        assert over_seeds(found["after"][variant]) in text
+    assert found["command"] in text
+    for variant in ("sampled", "greedy"):
+        assert found["after"][variant]["interval"][0] > found["before"][variant]["interval"][1], "beyond chance"
+    assert found["after"]["blank"]["interval"][1] < found["before"]["sampled"]["interval"][0], "by the picture"
+
+
 def seeds_by_processor(found: dict[str, Any]) -> dict[str, list[int]]:
     seeds: dict[str, list[int]] = {}
     for run in found["runs"]:
