@@ -50,7 +50,6 @@ def talk(task: dict[str, Any], base_url: str, api_key: str) -> float:
         first = ask(model="policy", messages=messages, temperature=0.2)
         messages.append(first.choices[0].message)
         aside = ask(model="policy", messages=[{"role": "user", "content": f"Seed {task['seed']}?"}], max_tokens=2)
-        assert aside.usage is not None
         assert aside.usage.prompt_tokens > 0
         told = []
         for word in ("sure", "really"):
@@ -80,6 +79,13 @@ async def called(task: dict[str, Any], base_url: str, api_key: str) -> dict[str,
             if choice.finish_reason != "tool_calls":
                 break
         return {"reward": {"calls": calls}, "success": calls == 1, "info": {"calls": calls}}
+
+
+def uncounted(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    with asking(base_url, api_key) as ask:
+        answer = ask(model="policy", messages=[{"role": "user", "content": "?"}])
+    assert answer.usage is None
+    return float(len(answer.choices[0].message.content or "") % 2)
 
 
 def crashes(task: dict[str, Any], base_url: str, api_key: str) -> float:

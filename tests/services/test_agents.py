@@ -175,7 +175,7 @@ def expected(seed: int) -> list[str]:
     return [f"<answer>{things[0][0]}</answer>", f"<answer>{things[1][1]}</answer>"]
 
 
-def agents(folder: Path, *overrides: str, **options: Any) -> Any:
+def agents(folder: Path, *overrides: str, tasks: Any = None, **options: Any) -> Any:
     rows = folder.parent / "tasks.jsonl"
     rows.parent.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -185,7 +185,7 @@ def agents(folder: Path, *overrides: str, **options: Any) -> Any:
     source = {"path": str(rows), "environment": {"name": "agent", "options": options}}
     return small(
         folder, *overrides, model={"path": "tiny:qwen3_vl", "device": "cpu"},
-        tasks={"train": [{"source": "jsonl", "options": source}]}, rewards={"terms": [{"name": "environment"}]},
+        tasks=tasks or {"train": [{"source": "jsonl", "options": source}]}, rewards={"terms": [{"name": "environment"}]},
         rollout={"max_new_tokens": 6, "max_turns": 8, "schedule": "lockstep"},
         batch={"prompts_per_step": 2, "group_size": 4},
     )  # fmt: skip
@@ -203,3 +203,11 @@ def test_training_is_on_the_tokens_that_were_sampled_and_repeats_when_resumed(tm
         assert row["policy/grad_norm"] > 0
     episodes = [e for group in read_groups(RunDirectory(whole).episodes_of(1)) for e in group.episodes]
     assert all(len(e.turns[1].response.tokens) <= 2 for e in episodes), "the agent's max_tokens"
+
+
+def test_agents_in_workers_know_no_counts_and_are_trained_alike(tmp_path: Path) -> None:
+    source = {"environment": "agent", "size": 20, "options": {"function": f"{HERE}:uncounted"}}
+    tasks = {"train": [{"source": "environments", "options": source}]}
+    train(agents(tmp_path / "run", "steps=1", "cluster.environments=1", tasks=tasks))
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (row["episodes/failed"], row["episodes/turns_mean"]) == (0, 1)

@@ -43,11 +43,14 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One environment, played once. Its methods run off the event loop, with deadlines, and may be coroutines.
+    """One environment, played once, or in a pool reset for every episode: what is shown then depends on the seed alone.
+
+    Its methods run off the event loop, with deadlines, and may be coroutines.
 
     An ``instant`` one is plain computation that cannot wait on anything: it is stepped in place, without a thread, and its
     methods are no coroutines. Where it has a method ``response_usage``, that is called before each step with the tokens of
-    context and response, and whether its budget cut it; a text ``last_words`` ends the error of a call that took too long.
+    context and response, and whether its budget cut it, where these are known (not in workers or at a service). A text
+    ``last_words`` ends the error of a call that took too long.
     """
 
     instant: bool

@@ -128,11 +128,11 @@ class LiveEnvironment:
         assert self._environment is not None
         return checked_reset(await self._call("reset", RESET, self._environment.reset, seed), self._name)
 
-    async def step(self, response: str, turn: int, usage: tuple[int, int, bool] = (0, 0, False)) -> StepResult:
-        """Act on a response. ``usage``: tokens of its context and of itself, and whether its budget cut it."""
+    async def step(self, response: str, turn: int, usage: tuple[int, int, bool] | None = None) -> StepResult:
+        """Act on a response. ``usage``, if known: tokens of its context and of itself, and whether its budget cut it."""
         assert self._environment is not None
         noted = attempt(getattr, self._environment, "response_usage", None)[0]
-        if noted is not None:
+        if noted is not None and usage is not None:
             attempt(noted, *usage)
         return checked_step(await self._call("step", turn, self._environment.step, response), self._name)
 
