@@ -108,6 +108,10 @@ lock: .venv/dev
 	$(INSTALL) '.[tutorial]'
 	touch $@
 
+.venv/browser: .venv/installed
+	$(INSTALL) '.[browser]'
+	touch $@
+
 .venv/bench: .venv/installed
 	$(INSTALL) '.[bench]'
 	touch $@

@@ -1,5 +1,9 @@
 """The tutorials' code blocks run as they stand, in a short form: few steps, few held-out tasks."""
 
+import json
+import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,13 +13,15 @@ from sensorium.runs.episodes import read_episodes
 from studies.pages import blocks, commands, follow
 
 START = Path(__file__).parents[1] / "docs/start"
-DIGITS, ENVIRONMENT = START / "digits.md", START / "own_environment.md"
+DIGITS, ENVIRONMENT, BROWSER = START / "digits.md", START / "own_environment.md", START / "browser.md"
 PAID = "rewards.terms=[{{name: {}}}, {{name: 'tests.trainer.small:ByParity'}}]"  # something to learn from in one step
 SHORT = {
     "digits": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
                "checkpoint.every=1", "threads=1", PAID.format("exact")],
     "walk": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
              "rollout.max_turns=2", "threads=1", PAID.format("environment")],
+    "browser": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
+                "evaluation.every=1", "threads=1", PAID.format("environment")],
 }  # fmt: skip
 
 
@@ -24,6 +30,8 @@ def shortened(words: list[str]) -> list[str]:
     words = [word.replace("step_000025", "step_000001").replace("step_000175", "step_000002") for word in words]
     if words[:2] == ["sensorium", "train"]:
         return [*words, *SHORT[Path(words[2]).stem]]
+    if words[:2] == ["sensorium", "record"]:
+        return [*words[:-1], "4"]
     if words[:2] == ["sensorium", "eval"]:
         return [*words, "--limit", "4"]
     return words
@@ -50,7 +58,29 @@ def test_the_environment_tutorial_runs(tmp_path: Path) -> None:
     assert run.metrics["environment/invalid_share"][-1] == pytest.approx(sum(invalid) / len(invalid))
 
 
-@pytest.mark.parametrize("page", [DIGITS, ENVIRONMENT], ids=lambda page: page.stem)
+def test_the_browser_tutorial_records_and_trains_and_leaves_no_browser(tmp_path: Path) -> None:
+    for module in ("miniwob", "playwright"):
+        pytest.importorskip(module, reason="the tutorial's browser: pip install -e '.[browser]'")
+    if shutil.which("chromium") is None:
+        pytest.skip("there is no Chromium: apt install chromium")
+    follow(BROWSER, tmp_path, shortened)
+    rows = [json.loads(line) for line in (tmp_path / "demonstrations/browser/rows.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [1.0] * 4
+    assert sn.Run(tmp_path / "runs/browser").metrics["step"] == [1, 2]
+    assert not started_by("test_the_browser_tutorial")
+
+
+def started_by(test: str) -> list[int]:
+    """Processes that a test started, by the variable that pytest sets while it runs."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if re.search(rb"PYTEST_CURRENT_TEST=[^\0]*" + test.encode(), file.read_bytes()):
+                found.append(int(file.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("page", [DIGITS, ENVIRONMENT, BROWSER], ids=lambda page: page.stem)
 def test_every_block_is_a_file_or_commands(page: Path) -> None:
     assert all(block.file or block.language == "sh" for block in blocks(page))
     assert any(words[:2] == ["sensorium", "train"] for words in commands(page))
