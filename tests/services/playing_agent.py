@@ -5,13 +5,14 @@ import json
 import os
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
-from openai import BadRequestError, OpenAI
+from openai import APITimeoutError, BadRequestError, OpenAI
 from PIL import Image
 
 TOOLS = [
@@ -86,6 +87,49 @@ def uncounted(task: dict[str, Any], base_url: str, api_key: str) -> float:
         answer = ask(model="policy", messages=[{"role": "user", "content": "?"}])
     assert answer.usage is None
     return float(len(answer.choices[0].message.content or "") % 2)
+
+
+LEFT = threading.Event()  # the impatient agent no longer waits for its first answer
+
+
+def impatient(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Gives up its first request and sends it again."""
+    question: list[Any] = [{"role": "user", "content": "Anyone?"}]
+    with asking(base_url, api_key) as ask:
+        try:
+            ask(model="policy", messages=question, timeout=0.2)
+        except APITimeoutError:
+            LEFT.set()
+        first = ask(model="policy", messages=question).choices[0].message.content
+        second = ask(model="policy", messages=question).choices[0].message.content
+        return float((first, second) == ("answer 0", "answer 1"))
+
+
+def careless(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Sends what cannot be meant, and fields that are null."""
+    message = {"role": "user", "content": "?"}
+
+    def status(path: str, body: dict[str, Any]) -> int:
+        request = urllib.request.Request(
+            f"{base_url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    tools: list[dict[str, Any]] = [{}, {"type": "function"}, {"type": "function", "function": {"name": ""}}]
+    assert [status("chat/completions", {"messages": [message], "tools": [tool]}) for tool in tools] == [400] * 3
+    assert status("chat/completions", {"messages": [message], "stop": None, "function_call": None}) == 200
+    assert [status("reward", {"reward": value}) for value in (float("nan"), float("inf"), {}, "much")] == [400] * 4
+    assert status("reward", {"reward": 0.5}) == 200
+
+
+def repeats(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    with asking(base_url, api_key) as ask:
+        ask(model="policy", messages=task["messages"])
+    return 1.0
 
 
 def crashes(task: dict[str, Any], base_url: str, api_key: str) -> float:

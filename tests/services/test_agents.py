@@ -6,10 +6,14 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from examples.shapes_agent import COLOURS, SHAPES
 from sensorium.assembly.playing import EnvironmentMaker
@@ -31,7 +35,10 @@ from sensorium.runs.run_directory import RunDirectory
 from sensorium.services.agents import AgentEnvironment
 from sensorium.trainer.run import train
 from sensorium.vocabulary import EnvironmentSpec, Episode, Status, Task, user
+from sensorium.vocabulary.content import Message, Text
+from sensorium.vocabulary.decoding import Augmentation
 from sensorium.vocabulary.errors import RecipeError
+from tests.services.playing_agent import LEFT
 from tests.trainer.run_contents import assert_equal
 from tests.trainer.small import small
 
@@ -44,9 +51,15 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return load_policy(str(make_tiny("qwen3_vl", tmp_path_factory.mktemp("tiny"))), store=MediaStore(), device="cpu")
 
 
-def played(policy: Policy, answer: Callable[[Request], str], deadline_s: float = 60.0, **options: Any) -> Episode:
+def played(
+    policy: Policy,
+    answer: Callable[[Request], str],
+    deadline_s: float = 60.0,
+    messages: tuple[Message, ...] = (user("What is 2 + 2?"),),
+    **options: Any,
+) -> Episode:
     section = RolloutSection(max_turns=10, max_new_tokens=16, environment_deadline_s=deadline_s)
-    task = Task("t", (user("What is 2 + 2?"),), "4", EnvironmentSpec("agent", options, 7))
+    task = Task("t", messages, "4", EnvironmentSpec("agent", options, 7))
     rollout = Rollout(policy.chat, ScriptedEngine(policy.chat, answer), section, EnvironmentMaker(policy.chat.store))
     groups = asyncio.run(rollout.stream([task], 1, Attempt(0, 1), Sampling(max_new_tokens=16)).in_order())
     rollout.close()
@@ -102,6 +115,33 @@ def test_tools_are_offered_and_called_and_a_wrong_request_is_refused(policy: Pol
     assert "nothing at left" in prompts[1]
     assert [turn.thread for turn in episode.turns] == [0, 0], "the answer that came back was recognised"
     assert (episode.turns[1].parts, episode.info["success"]) == ({"calls": 1.0}, True)
+
+
+def test_a_client_that_gave_up_and_asks_again_gets_the_answer_that_was_sampled(policy: Policy) -> None:
+    def answer(request: Request) -> str:
+        LEFT.wait(60)
+        return f"answer {request.order[-1]}"
+
+    episode = played(policy, answer, function=f"{HERE}:impatient")
+    assert (episode.status, episode.failure) == (Status.FINISHED, "")
+    assert [turn.reward for turn in episode.turns] == [None, 1.0]
+
+
+def test_an_agent_is_given_the_augmented_picture(policy: Policy) -> None:
+    store, picture = policy.chat.store, BytesIO()
+    Image.effect_noise((56, 56), 90).save(picture, "JPEG")
+    media = replace(store.put_picture(picture.getvalue(), "here"), augmentation=Augmentation(brightness=0.5))
+    question = Message("user", (media, Text("Which one?")))
+    episode = played(policy, lambda request: "?", messages=(question,), function=f"{HERE}:repeats")
+    (span,) = episode.threads[0].segments[0].media
+    assert span.media.hash == sha256(store.shown_bytes(media)).hexdigest() != media.hash
+
+
+@pytest.mark.parametrize("offer", ["template", "text"])
+def test_what_cannot_be_meant_is_refused_and_the_episode_goes_on(policy: Policy, offer: str) -> None:
+    episode = played(policy, lambda request: "answer", function=f"{HERE}:careless", offer=offer)
+    assert (episode.status, episode.failure) == (Status.FINISHED, "")
+    assert [turn.reward for turn in episode.turns] == [0.5]
 
 
 @pytest.mark.parametrize(

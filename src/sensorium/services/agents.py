@@ -42,8 +42,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
+from fastapi import Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sensorium.cluster.python_process import end_group, end_orphans, last_words, new_mark
 from sensorium.cluster.temporary_folder import temporary_folder
@@ -56,7 +57,7 @@ from sensorium.services.application import BodyLimit, Refusal, make_application
 from sensorium.services.chat import Part, error_body, event, raw_block
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError, SensoriumError
-from sensorium.vocabulary.plain import attempt, json_of, number_of, words
+from sensorium.vocabulary.plain import attempt, json_of, number_of, shown, words
 from sensorium.vocabulary.task import Task
 
 NAME = "agent"
@@ -115,13 +116,28 @@ class AgentMessage(BaseModel):
         return hashlib.sha256(json.dumps([role, content, calls, self.tool_call_id or ""]).encode()).hexdigest()
 
 
+def _named_functions(tools: list[Json] | None) -> list[Json] | None:
+    for tool in tools or ():
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise ValueError('a tool is {"type": "function", "function": {"name": "…", …}}')
+    return tools
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
 class AgentRequest(BaseModel):
-    """A chat completion. How tokens are sampled is the recipe's: ``temperature`` and the like have no effect."""
+    """A chat completion. How tokens are sampled is the recipe's: ``temperature`` and the like have no effect.
+
+    A field that is null counts as not given, whatever its name: many clients send all fields that they know.
+    """
 
     model_config = ConfigDict(extra="forbid")
     messages: Annotated[list[AgentMessage], Field(min_length=1, max_length=4096)]
     model: str = MODEL
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Json] | None, AfterValidator(_named_functions)] = None
     tool_choice: Literal["auto", "none"] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -143,6 +159,11 @@ class AgentRequest(BaseModel):
     metadata: dict[str, str] | None = None
     store: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+
     @property
     def offered(self) -> str:
         """The tools that the model may call, as JSON."""
@@ -153,7 +174,7 @@ class Report(BaseModel):
     """What an episode was worth: a number, or numbers by name."""
 
     model_config = ConfigDict(extra="forbid")
-    reward: float | dict[str, float]
+    reward: Finite | Annotated[dict[str, Finite], Field(min_length=1)]
     success: bool | None = None
     info: dict[str, Any] = {}
 
@@ -328,7 +349,7 @@ class AgentEnvironment:
         if isinstance(block, Text):
             return {"type": "text", "text": block.text}
         kind, mime = PARTS[block.kind]
-        data = base64.b64encode(self.store.bytes_of(block)).decode()
+        data = base64.b64encode(self.store.shown_bytes(block)).decode()
         return {"type": kind, kind: {"url": f"data:{mime};base64,{data}"}}
 
 
@@ -339,6 +360,7 @@ class _AgentRun:
         self._gateway, self._talks = gateway, talks
         self.usage: tuple[int, int, bool] | None = None  # of the last answer, where it is known
         self.one_at_a_time = asyncio.Lock()
+        self.unread: tuple[AgentRequest, Json] | None = None  # a request whose client had left before it was answered
         self._key = secrets.token_urlsafe(16)
         self._events: queue.SimpleQueue[Asked | Report | Ended] = queue.SimpleQueue()
         self._pending: Asked | None = None
@@ -453,13 +475,20 @@ class _AgentRun:
             value = call()
             value = asyncio.run(result(value)) if isawaitable(value) else value
             if value is not None:
-                self._events.put(
-                    Report.model_validate(value if isinstance(value, Mapping) else {"reward": number_of(value)})
-                )
+                self._events.put(_report_of(value))
             self._events.put(Ended())
         except BaseException as error:
             lines = traceback.format_exception(error)
             self._events.put(Ended(f"raised {words(error)}.{last_words(''.join(lines))}"))
+
+
+def _report_of(value: Any) -> Report:
+    """The report that a function returned; a ValueError says what is wrong with it."""
+    try:
+        return Report.model_validate(value if isinstance(value, Mapping) else {"reward": number_of(value)})
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"{shown(value)} is no reward ({problems})") from None
 
 
 class _Gateway:
@@ -497,17 +526,21 @@ class _Gateway:
         app.add_middleware(BodyLimit, most=MOST_BODY)
 
         @app.post("/{key}/v1/chat/completions", **declared)
-        async def complete(key: str, body: AgentRequest) -> Any:
+        async def complete(key: str, body: AgentRequest, connection: Request) -> Any:
             run = self._known(key)
             if given := tuple(name for name in WITHOUT_EFFECT if getattr(body, name) is not None):
                 _report_without_effect(given)
             async with run.one_at_a_time:
                 self._known(key)
-                asked = Asked(body)
-                run.put(asked)
-                if key not in self._runs:  # closed meanwhile
-                    asked.refuse(410, OVER)
-                answer = await asyncio.wrap_future(asked.answer)
+                if run.unread is not None and run.unread[0] == body:
+                    answer = run.unread[1]
+                else:
+                    asked = Asked(body)
+                    run.put(asked)
+                    if key not in self._runs:  # closed meanwhile
+                        asked.refuse(410, OVER)
+                    answer = await asyncio.wrap_future(asked.answer)
+                run.unread = (body, answer) if await connection.is_disconnected() else None
             return _reply(body, answer)
 
         @app.get("/{key}/v1/models", **declared)
