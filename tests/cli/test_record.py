@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 import sensorium as sn
 from sensorium.cli.main import main
+from sensorium.data.demonstrations import DemonstrationRows
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.vocabulary.content import Message, user
-from sensorium.vocabulary.errors import EnvironmentFailure, SensoriumError
+from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, SensoriumError
 from tests.rewards.judges.server import Answer, JudgeServer, judge_server
 
 SOKOBAN = {"source": "environments", "options": {"environment": "sokoban", "size": 4, "options": {"max_turns": 3}}}
@@ -233,3 +235,39 @@ def test_show_prints_a_recorded_episode(capsys: pytest.CaptureFixture[str]) -> N
     assert shown.count("<answer>") == len(rows()[2]["turns"])
     assert list(Path("runs/show/mine").glob("picture_*.png"))
     assert main(["show", name, "--split", "demonstrations"]) == 2
+
+
+def turned(row: dict[str, Any]) -> None:
+    row["turns"] = [1, 9]
+
+
+def before_the_first(row: dict[str, Any]) -> None:
+    row["head"] = -1
+
+
+def placeless(row: dict[str, Any]) -> None:
+    del row["place"]
+
+
+def worthless(row: dict[str, Any]) -> None:
+    row["reward"] = "high"
+
+
+@pytest.mark.parametrize("damage", [turned, before_the_first, placeless, worthless])
+def test_a_damaged_row_is_an_error_that_names_its_line(damage: Callable[[dict[str, Any]], None]) -> None:
+    folder = sn.record(recipe(), show=False).folder
+    changed = rows()
+    damage(changed[1])
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    with pytest.raises(SensoriumError, match=r"rows\.jsonl(:|, line )2"):
+        list(DemonstrationRows(folder, MediaStore()))
+
+
+def test_media_that_were_exchanged_are_refused() -> None:
+    folder = sn.record(recipe(SOKOBAN), show=False).folder
+    one, other = sorted((folder / "media").iterdir())[:2]
+    one.rename(folder / "third")
+    other.rename(one)
+    (folder / "third").rename(other)
+    with pytest.raises(MediaError, match=f"{one.name}|{other.name}"):
+        list(DemonstrationRows(folder, MediaStore()))

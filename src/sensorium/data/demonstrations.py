@@ -15,10 +15,12 @@ a whole recording are in the order in which a warm start draws their tasks (``pl
 import json
 import mimetypes
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from sensorium.vocabulary.plain import counted, number_of
 from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import OBSERVED, RECORDED, EnvironmentSpec, Task
 
+NAMED = re.compile(r"media/([0-9a-f]{64})\.\w+")  # a medium's file
 TYPES = {"picture": "image", "video": "video", "sound": "audio"}  # of blocks
 Json = dict[str, Any]
 
@@ -84,9 +87,12 @@ class Recording:
                 f"sensorium record RECIPE --to {self.path}."
             )
         try:
-            return RecordingClaim(**read_json(self.claim, "Record the demonstrations again, into another folder."))
+            claim = RecordingClaim(**read_json(self.claim, "Record the demonstrations again, into another folder."))
+            if not isinstance(claim.tasks, int) or not isinstance(claim.samples, int):
+                raise TypeError(f"tasks is {claim.tasks!r}, samples {claim.samples!r}")
         except TypeError as error:
             raise RecordError(f"'{self.claim}' is damaged: {error}. Record into another folder.") from error
+        return claim
 
     def take(self, claim: RecordingClaim) -> None:
         """Begin, or go on with what was begun; a recording of something else is refused."""
@@ -108,7 +114,18 @@ class Recording:
 
     def decided(self) -> set[tuple[int, int]]:
         """(place, sample) of the episodes that were kept or left out."""
-        return {(row["place"], row["sample"]) for path in (self.rows, self.left_out) for row in read_rows(path)}
+        return {(row["place"], row["sample"]) for path in (self.rows, self.left_out) for row in self.read(path)}
+
+    def read(self, path: Path) -> Iterator[Json]:
+        """The rows of one of its files; one without place and sample is an error."""
+        for number, row in enumerate(read_rows(path), start=1):
+            for key, kind in (("place", int), ("sample", int), ("reward", (int, float, type(None)))):
+                if not isinstance(row.get(key), kind):
+                    raise RecordError(
+                        f"{path}, line {number}: '{key}' is {row.get(key)!r:.40}. Restore the file, or remove the line: the "
+                        "command that recorded plays its episode again."
+                    )
+            yield row
 
     def keep(self, row: Json, media: Sequence[Media], store: MediaStore) -> None:
         """Append an episode, after the media that it shows."""
@@ -122,7 +139,7 @@ class Recording:
 
     def sort(self) -> None:
         """Put the rows into the order of their places, which they have not if episodes were played side by side."""
-        rows = list(read_rows(self.rows))
+        rows = list(self.read(self.rows))
         ordered = sorted(rows, key=lambda row: (row["place"], row["sample"]))
         if rows != ordered:
             write_rows(self.rows, ordered)
@@ -168,8 +185,8 @@ class RecordingSummary:
 
 def summary_of(recording: Recording) -> RecordingSummary:
     """A recording's summary."""
-    claim, rows = recording.read_claim(), list(read_rows(recording.rows))
-    left_out = Counter(str(row["why"]) for row in read_rows(recording.left_out))
+    claim, rows = recording.read_claim(), list(recording.read(recording.rows))
+    left_out = Counter(str(row.get("why")) for row in recording.read(recording.left_out))
     missing = claim.tasks * claim.samples - len(rows) - left_out.total()
     rewards = tuple(row["reward"] for row in rows if row.get("reward") is not None)
     return RecordingSummary(claim, len(rows), left_out, max(0, missing), rewards)
@@ -262,12 +279,14 @@ def task_of(row: Mapping[str, Any], place: Place) -> Task:
     tools = [str(message.pop("tools", "")) for message in raw]
     parsed = messages_of(raw, place)
     messages = [Message(one.role, one.content, offered) for one, offered in zip(parsed, tools, strict=True)]
-    shown, responses = messages[: row["head"]], []
-    left = iter(messages[row["head"] :])
+    _refuse_exchanged(raw, messages, place)
+    left = iter(messages)
+    shown, responses = list(islice(left, row["head"])), []
     for count in row["turns"]:
-        shown += [next(left) for _ in range(count)]
-        responses.append(next(left))
-    if len(shown) + len(responses) != len(messages) or any(one.role != "assistant" for one in responses) or not responses:
+        shown += islice(left, count)
+        responses += islice(left, 1)
+    ends = len(shown) + len(responses) == len(messages) and len(responses) == len(row["turns"]) > 0
+    if not ends or any(one.role != "assistant" for one in responses):
         raise place.error("its messages are not those that head and turns count.")
     rewards = [_reward(reward) for reward in row["rewards"]]
     if len(rewards) != len(responses):
@@ -286,6 +305,19 @@ def task_of(row: Mapping[str, Any], place: Place) -> Task:
         demonstration=tuple(response.text for response in responses),
         metadata=dict(row.get("metadata") or {}),
     )
+
+
+def _refuse_exchanged(raw: Sequence[Mapping[str, Any]], messages: Sequence[Message], place: Place) -> None:
+    """Refuse a file of the recording whose content is no longer the one that it is named by."""
+    for given, message in zip(raw, messages, strict=True):
+        blocks = () if isinstance(given["content"], str) else zip(given["content"], message.content, strict=True)
+        for block, shown in blocks:
+            named = NAMED.fullmatch(str(block.get("path"))) if isinstance(shown, Media) else None
+            if named and isinstance(shown, Media) and named[1] != shown.hash:
+                raise MediaError(
+                    f"{place.where}: '{named[0]}' is not what was recorded: files there are named by their content. "
+                    "Restore it, or record into another folder."
+                )
 
 
 def episodes_of(rows: DemonstrationRows, count: int) -> Iterator[tuple[Task, Episode]]:
