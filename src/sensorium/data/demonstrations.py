@@ -122,8 +122,8 @@ class Recording:
             for key, kind in (("place", int), ("sample", int), ("reward", (int, float, type(None)))):
                 if not isinstance(row.get(key), kind):
                     raise RecordError(
-                        f"{path}, line {number}: '{key}' is {row.get(key)!r:.40}. Restore the file, or remove the line: the "
-                        "command that recorded plays its episode again."
+                        f"{path}, line {number}: '{key}' is {row.get(key)!r:.40}. Restore the file, or remove that line: "
+                        "the command that recorded plays its episode again."
                     )
             yield row
 
@@ -281,7 +281,7 @@ def task_of(row: Mapping[str, Any], place: Place) -> Task:
     messages = [Message(one.role, one.content, offered) for one, offered in zip(parsed, tools, strict=True)]
     _refuse_exchanged(raw, messages, place)
     left = iter(messages)
-    shown, responses = list(islice(left, row["head"])), []
+    shown, responses = list(islice(left, row["head"])), list[Message]()
     for count in row["turns"]:
         shown += islice(left, count)
         responses += islice(left, 1)
