@@ -272,6 +272,14 @@ def test_environments_that_fail_or_do_not_repeat_are_found() -> None:
     assert taught["tasks.train.0 demonstrated play"].level == "error"
 
 
+@pytest.mark.parametrize(("keeps", "level"), [(True, "warning"), (False, "ok")])
+def test_instances_of_a_pool_that_remember_earlier_episodes_are_found(keeps: bool, level: str, tmp_path: Path) -> None:
+    options = {} if keeps else {"pids": str(tmp_path / "pids")}  # without, it shows how often it was reset
+    source = {"environment": "tests.envs.browsing:Browsing", "size": 2, "options": options}
+    changes = {"tasks": {"train": [{"source": "environments", "options": source}]}, "environments": {"pool": 1}}
+    assert findings(2, **changes)["tasks.train.0 instances"].level == level
+
+
 def test_nothing_is_said_to_be_right_of_play_that_never_began() -> None:
     options = {"environment": f"{__name__}:Broken", "size": 2}
     found = findings(2, tasks={"train": [{"source": "environments", "options": options}]})

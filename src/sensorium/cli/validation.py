@@ -27,6 +27,7 @@ from sensorium.engines.protocol import Request
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.protocol import Environment
+from sensorium.envs.remote.instances import InstancePool, poolable
 from sensorium.envs.tool_use import Toolbox, ToolCall
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.models.checkpoint_path import may_be_hub_id
@@ -307,6 +308,39 @@ def _check_recording(recipe: Recipe, store: MediaStore) -> Iterator[Finding]:
     yield Finding(where, "recording", "; ".join(rows.summary.lines), "warning" if rows.summary.missing else "ok")
 
 
+def _check_reuse(store: MediaStore, where: str, tasks: Sequence[Task], deadline_s: float) -> Iterator[Finding]:
+    """Whether an instance that has played another seed begins the first task as a fresh one does."""
+    pool, spec = InstancePool(1, deadline_s), tasks[0].environment
+    assert spec is not None
+
+    def shown(seed: int) -> Any:
+        instance = pool.environment(spec.name, spec.options, store)
+        try:
+            head, observation = instance.reset(seed)
+            attempt(instance.step, WORDS[1])  # one that fails is replaced
+            return head, observation.messages
+        finally:
+            instance.close()
+
+    others = [task.environment.seed for task in tasks[1:] if task.environment is not None]
+    try:
+        first, error = attempt(shown, spec.seed)
+        if error is None:
+            attempt(shown, others[0] if others else spec.seed + 1)
+            again, error = attempt(shown, spec.seed)
+    finally:
+        pool.close()
+    if error is not None:
+        return  # it fails in play too, and is reported there
+    kept = (
+        f"by seed {spec.seed} it shows something else after another episode than at first, and environments.pool uses "
+        "instances again: episodes then depend on the instance they get. Clear in reset(seed) what earlier ones left"
+    )
+    alike = again == first
+    text = "begins alike in an instance that is used again" if alike else kept
+    yield Finding(where, "instances", f"task {tasks[0].id}: {text}", "ok" if alike else "warning")
+
+
 class _SourceCheck:
     """The checks of one source."""
 
@@ -360,6 +394,8 @@ class _SourceCheck:
         played = [tasks[permuted(nth, len(tasks), "play")] for nth in range(min(episodes, len(tasks)))]
         self.bar.begin(f"{self.where}: playing {len(played)} tasks")
         yield from _check_play(self.session, self.where, played, limits)
+        if recipe.environments.pool and (pooled := [task for task in played if poolable(task)]):
+            yield from _check_reuse(self.session.store, self.where, pooled, limits.environment_deadline_s)
 
     def mark(self, task: Task, check: str, reason: str) -> str:
         """Add a task's row to the bad ones; returns a line that names it."""
