@@ -3,12 +3,15 @@
 import base64
 import json
 import os
+import queue
+import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -105,25 +108,40 @@ def impatient(task: dict[str, Any], base_url: str, api_key: str) -> float:
         return float((first, second) == ("answer 0", "answer 1"))
 
 
+def _status(base_url: str, path: str, body: dict[str, Any]) -> int:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{base_url}/{path}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except TimeoutError:
+        return 0
+
+
 def careless(task: dict[str, Any], base_url: str, api_key: str) -> None:
     """Sends what cannot be meant, and fields that are null."""
     message = {"role": "user", "content": "?"}
 
-    def status(path: str, body: dict[str, Any]) -> int:
-        request = urllib.request.Request(
-            f"{base_url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request) as reply:
-                return int(reply.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-
+    status = partial(_status, base_url)
     tools: list[dict[str, Any]] = [{}, {"type": "function"}, {"type": "function", "function": {"name": ""}}]
     assert [status("chat/completions", {"messages": [message], "tools": [tool]}) for tool in tools] == [400] * 3
     assert status("chat/completions", {"messages": [message], "stop": None, "function_call": None}) == 200
     assert [status("reward", {"reward": value}) for value in (float("nan"), float("inf"), {}, "much")] == [400] * 4
     assert status("reward", {"reward": 0.5}) == 200
+
+
+LATE: queue.SimpleQueue[int] = queue.SimpleQueue()  # statuses of what is asked after the reward
+
+
+def late(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Goes on asking after it has reported its reward."""
+    question = {"messages": [{"role": "user", "content": "?"}]}
+    _status(base_url, "chat/completions", question)
+    _status(base_url, "reward", {"reward": 1})
+    for _ in range(2):
+        LATE.put(_status(base_url, "chat/completions", question))
 
 
 def repeats(task: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -147,6 +165,10 @@ def main(mode: str) -> None:
         task = json.load(file)
     reply = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=task["messages"], stream=True)
     text = "".join(part.choices[0].delta.content or "" for part in reply if part.choices)
+    if mode == "spawn":  # a browser, say
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open("child", "w") as file:
+            file.write(str(child.pid))
     if mode == "crash":
         sys.exit("the agent gives up")
     if mode == "hang":

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import sys
@@ -38,7 +39,8 @@ from sensorium.vocabulary import EnvironmentSpec, Episode, Status, Task, user
 from sensorium.vocabulary.content import Message, Text
 from sensorium.vocabulary.decoding import Augmentation
 from sensorium.vocabulary.errors import RecipeError
-from tests.services.playing_agent import LEFT
+from tests.envs.test_instances import alive
+from tests.services.playing_agent import LATE, LEFT
 from tests.trainer.run_contents import assert_equal
 from tests.trainer.small import small
 
@@ -169,6 +171,20 @@ def test_a_program_reports_its_reward_and_its_last_output_explains_a_failure(
     assert episode.status == status
     assert why in episode.failure
     assert [turn.reward for turn in episode.turns] == ([1.0] if mode == "answer" else [])
+
+
+def test_an_episode_that_is_over_answers_nothing(policy: Policy) -> None:
+    assert played(policy, lambda request: "4", function=f"{HERE}:late").status == Status.FINISHED
+    assert [LATE.get(timeout=60), LATE.get(timeout=60)] == [410, 410]
+
+
+def test_what_a_program_has_started_ends_with_its_episode(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), *sys.path])))
+    monkeypatch.chdir(tmp_path)
+    assert played(policy, lambda request: "4", command=f"{sys.executable} -m {HERE} spawn").status == Status.FINISHED
+    assert not alive(int(Path("child").read_text()))
 
 
 def test_which_turn_an_observation_follows_is_known_in_other_processes_too() -> None:
