@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sensorium.cluster.pool import CallOverdue, NoWorker, WorkerPool
+from sensorium.cluster.pool import CallOverdue, NoWorker, Slots, WorkerPool
 
 LONG_S = 60.0
 
@@ -53,6 +53,25 @@ def test_places_go_to_the_lowest_order_and_a_cancelled_wait_costs_none() -> None
 
     asyncio.run(many())
     assert ended == [(1, 0), (1, 1), (2, 0), ()]
+
+
+def test_a_slot_that_is_given_to_a_cancelled_wait_goes_to_the_next() -> None:
+    slots, served = Slots(1), list[str]()
+
+    async def use(name: str) -> None:
+        async with slots.one():
+            served.append(name)
+
+    async def many() -> None:
+        async with asyncio.timeout(LONG_S):
+            async with slots.one():
+                later = [asyncio.create_task(use(name)) for name in ("cancelled", "last")]
+                await asyncio.sleep(0)  # both wait now
+            later[0].cancel()  # it has been given the slot, and has not gone on
+            await asyncio.wait(later)
+
+    asyncio.run(many())
+    assert served == ["last"]
 
 
 def test_the_next_call_begins_while_the_event_loop_is_busy() -> None:
