@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sensorium.cli.main import main
+from sensorium.evaluation.comparison import measured_run
 from sensorium.learner.saved_state import load_state
 from sensorium.recipe.load import load_recipe
 from sensorium.report.page import write_report
@@ -76,6 +77,16 @@ def test_a_changed_rate_holds_from_the_fork_on_and_the_ancestor_is_recorded_and_
     shutil.rmtree(run / "checkpoints/step_000004")
     train(load_recipe(run), resume=True)
     assert rows_of(run) == rows, "a fork that was killed goes on as any run"
+
+
+def test_a_fork_is_not_compared_by_an_evaluation_of_its_ancestor(tmp_path: Path) -> None:
+    source = small(tmp_path / "run").tasks.train[0].model_dump(mode="json", exclude_unset=True)
+    tasks = {"train": [source], "evaluate": [source]}
+    evaluated = train(small(tmp_path / "run", tasks=tasks, evaluation={"every": 2}, checkpoint={"every": 1, "keep": 9}))
+    run, _ = forked(evaluated, tmp_path / "fork", "evaluation.every=0", "steps=3")
+    assert [*(run / "eval/outcomes").glob("step_000002_eval.jsonl")], "its page shows it"
+    with pytest.raises(CheckpointError, match="after step 2 and not evaluated since"):
+        measured_run(run)
 
 
 def test_an_optimizer_that_does_not_fit_starts_afresh_and_one_may_be_asked_for(ancestor: Path, tmp_path: Path) -> None:

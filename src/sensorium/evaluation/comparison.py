@@ -104,9 +104,12 @@ def measured_run(path: Path) -> Measured:
     """The last evaluation that a run made of itself."""
     directory = RunDirectory(path)
     recipe, _ = read_yaml(directory.recipe.read_text(), str(directory.recipe))
-    outcomes = sorted(directory.outcomes.glob("step_*_eval.jsonl"))
+    ancestor = directory.forked_at()
+    forked = -1 if ancestor is None else ancestor[1]  # a fork's evaluations up to there are its ancestor's
+    outcomes = [file for file in sorted(directory.outcomes.glob("step_*_eval.jsonl")) if step_of(file) > forked]
     if not outcomes:
-        why = "an older version evaluated it, which kept no outcome of each task" if directory.summaries() else ""
+        why = "" if ancestor is None else f"it was forked after step {forked} and not evaluated since (evaluation.every)"
+        why = why or ("an older version evaluated it, which kept no outcome of each task" if directory.summaries() else "")
         why = why or "it was never evaluated while it trained (evaluation.every, or it ended before that)"
         raise CheckpointError(
             f"the run '{path}' has no evaluation of its own to compare: {why}. Evaluate its checkpoint, and compare the "
