@@ -17,6 +17,7 @@ from sensorium.cluster import event_loop
 from sensorium.report.watcher import Metrics, Watcher
 from sensorium.runs.metrics import repeatable
 from sensorium.runs.run_directory import lock_run
+from sensorium.vocabulary.errors import RecipeError
 from tests.api.small import small_recipe
 
 
@@ -171,6 +172,8 @@ def test_an_evaluation_of_a_run_and_of_a_recipe(tmp_path: Path) -> None:
     before = sn.evaluate(small_recipe(tmp_path / "none"), limit=4, out=tmp_path / "before", greedy=False)
     assert before["name"] == "sampled"
     assert before["model"] == "package:shapes"
+    with pytest.raises(RecipeError, match="greedy=False"):  # it would be greedy all the same
+        sn.evaluate(small_recipe(tmp_path / "none"), greedy=False, samples=4, evaluation={"temperature": 0})
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,22 @@ def test_rows_whose_column_of_pictures_is_empty_are_reported(write: Write) -> No
     assert len(notes(text, text)) == 1, "no column of media is named, and neither side shows any"
 
 
+def test_a_row_without_the_picture_that_the_others_show_is_reported(tmp_path: Path) -> None:
+    def reported(pictures: int, texts: int) -> list[str]:
+        asked = [[{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "What is it?"}] for i in range(pictures)]
+        asked += [[{"type": "text", "text": f"What is {i}?"}] for i in range(texts)]
+        rows = [{"messages": [{"role": "user", "content": blocks}], "answer": "one"} for blocks in asked]
+        path = tmp_path / f"{texts}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        source = JsonlRows(str(path), MediaStore())
+        return list(row_notes([source], [], "refuse"))
+
+    (note,) = reported(9, 1)
+    assert "1 of 10 rows" in note
+    assert "row 9." in note
+    assert reported(8, 2) == [], "text and pictures are mixed on purpose"
+
+
 def test_a_line_that_is_no_json_is_refused_or_passed_over_wherever_it_is(write: Write) -> None:
     good = [shown(f"{i}.png") for i in range(20)]
     bad, held_out = write("train", *good[:11], '{"q": ', *good[11:]), write("test", shown("x.png"))

@@ -78,7 +78,11 @@ def written(run: Path) -> list[tuple[int, ...]]:
 def test_a_stopped_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     recipe, closed = tmp_path / "recipe.yaml", tmp_path / "closed"
     recipe.write_text(dump_recipe(browsing(tmp_path / "run", "steps=10000", closed=str(closed))))
-    command = [sys.executable, "-m", "sensorium.cli.main", "train", str(recipe)]
+    # Where tests run in a shell's background, Ctrl-C is ignored.
+    heard = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from sensorium.cli.main import main"
+    )
+    command = [sys.executable, "-c", f"{heard}; sys.exit(main(sys.argv[1:]))", "train", str(recipe)]
     given = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=given)
     try:

@@ -203,6 +203,11 @@ def evaluate(
     is_run = isinstance(recipe, str | Path) and (Path(recipe) / "recipe.yaml").is_file()
     run = recipe if isinstance(recipe, Run) else Run(recipe) if is_run else None
     section: dict[str, Any] = {"samples": samples, "limit": limit} | ({"temperature": 0.0} if greedy else {})
+    if not greedy and recipe_of(run or recipe, dict(changes)).evaluation.temperature == 0:
+        raise RecipeError(
+            "greedy=False: evaluation.temperature of the recipe is 0, so this would be greedy all the same. Add "
+            'evaluation={"temperature": 1.0}.'
+        )
     checked = recipe_of(run or recipe, {**changes, "evaluation": {**section, **changes.get("evaluation", {})}})
     if not checked.tasks.evaluate:
         raise RecipeError("tasks.evaluate names no source, so there is nothing to evaluate on.")

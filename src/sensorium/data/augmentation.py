@@ -67,7 +67,7 @@ def _drawn(kind: str, section: AugmentSection, chance: Random) -> Augmentation |
 
 
 def augmentation_notes(section: AugmentSection | None, tasks: Iterable[Task]) -> list[str]:
-    """Kinds of media that the recipe augments and none of some training tasks has; RecipeError if there is none at all.
+    """Kinds of media that the recipe augments and none of some training tasks has; RecipeError if no task has any of them.
 
     Only media in messages are augmented: what an environment shows is its own.
     """
@@ -75,6 +75,8 @@ def augmentation_notes(section: AugmentSection | None, tasks: Iterable[Task]) ->
         return []
     kinds = ("picture", "sound", "video")
     asked = [kind for kind in kinds if getattr(section, kind) is not None]
+    if not asked:
+        return ["tasks.augment names no kind of media, so nothing is augmented"]
     tasks = list(tasks)
     media = [item for task in tasks for message in task.messages for item in message.media]
     lacking = [kind for kind in asked if not any(item.kind == kind for item in media)]
@@ -82,7 +84,7 @@ def augmentation_notes(section: AugmentSection | None, tasks: Iterable[Task]) ->
     cause = f"; {played} of them are played in environments, whose observations are never augmented" if played else ""
     if len(lacking) == len(asked):
         raise RecipeError(
-            f"tasks.augment changes {' and '.join(asked) or 'nothing'}, and none of the {len(tasks)} training tasks that "
+            f"tasks.augment changes {' and '.join(asked)}, and none of the {len(tasks)} training tasks that "
             f"were looked at has any in its messages{cause}. Take tasks.augment out, or vary them in the environment."
         )
     notes = [

@@ -260,13 +260,14 @@ class Decoder:
         try:
             if media.kind == "picture":  # the store caches decoded pictures itself, since it checks them on arrival
                 return self.store.picture(media)
-            clip = self.cache.get(media.key) if self.cache is not None else None
+            cache = self.cache if media.augmentation is None else None  # each draw of those is another one
+            clip = cache.get(media.key) if cache is not None else None
             if clip is None:
                 clip = decode(self.store, media)
                 with self._lock:
                     self._decoded += 1
-                if self.cache is not None:
-                    self.cache.put(media.key, clip)
+                if cache is not None:
+                    cache.put(media.key, clip)
             self._memory.add(media.key, clip)
             return clip
         finally:

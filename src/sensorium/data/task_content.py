@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sensorium.data.mixture import TaskSource, Treatment
 
 MOST_ROWS = 10_000  # of each source that are compared
+MIXED = 10  # of so many rows one without media is an oversight; with more of them they are mixed on purpose
 MOST_BYTES = 256 * MIB  # of rows of each source, on average of all of its rows
 
 
@@ -162,12 +163,12 @@ def other_media(trained: Sequence[ComparedRow], held_out: Sequence[ComparedRow])
 
 
 def text_alone(rows: Sequence[ComparedRow], source: "TaskSource") -> Iterator[str]:
-    """A sentence about rows in which all columns of media, which the source's options name, are empty."""
+    """A sentence about rows without media: all columns of media that options name are empty, or most rows have some."""
     columns = getattr(source, "media_columns", ())
-    empty = [row for row in rows if not row.kinds] if columns else []
-    if empty:
-        named = " and ".join(f"'{column}'" for column in columns)
+    empty = [row for row in rows if not row.kinds]
+    if empty and (columns or len(empty) * MIXED <= len(rows)):
+        nothing = f"have nothing in {' and '.join(map(repr, columns))}" if columns else "show no medium, as the others do"
         yield (
-            f"{len(empty):,} of {counted(len(rows), 'row')} of {empty[0].source} have nothing in {named}, and are asked as "
-            f"text alone; the first is row {empty[0].row}."
+            f"{len(empty):,} of {counted(len(rows), 'row')} of {empty[0].source} {nothing}, and are asked as text alone; "
+            f"the first is row {empty[0].row}."
         )

@@ -414,7 +414,8 @@ def _tiles(rows: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, A
         episodes = sum(row.get("throughput/episodes_per_s", 0.0) * row.get("time/step_s", 0.0) for row in rows)
         tiles.append(tile("steps", f"{rows[-1]['step']:,}", "", f"{round(episodes):,} episodes" if episodes else ""))
         if seconds:
-            rate = f"{episodes / seconds:,.0f} episodes a second" if episodes else ""
+            a_second = episodes / seconds
+            rate = f"{a_second:{',.0f' if a_second >= 10 else '.2g'}} episodes a second" if episodes else ""
             tiles.append(tile("training time", duration(seconds), "", rate))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 

@@ -205,7 +205,9 @@ def summary_grid(summary: Summary) -> Grid:
         (INTERVAL, [interval_text(part) or "–" for part in parts]),
     ]
     if "majority" in summary:
-        rows.append((CHANCE, [share(part.get("majority", {}).get("share")) for part in parts]))
+        whole, *kinds = (part.get("majority", {}) for part in parts)
+        kinds = [{} if kind.get("different") == 1 else kind for kind in kinds]  # one with a single answer is no choice
+        rows.append((CHANCE, [share(known.get("share")) for known in (whole, *kinds)]))
     for name in (f"best@{k}", f"majority@{k}"):
         if name in summary:
             rows.append((name, [share(part[name]["value"]) for part in parts]))

@@ -611,12 +611,11 @@ def lost_processes(facts: StepFacts) -> Finding | None:
         return None
     counts = ", ".join(f"{REPLACEMENTS[name]} {count:,.0f}" for name, count in losses.items())
     known = [f"{counts} since the run began"] * bool(counts) + fewer
-    what = f"processes were lost ({'; '.join(known)})"
-    cause = "they died or hung: the line that was printed when one was lost says how, with its last output"
-    advice = (
-        "Their unfinished work is done again, and nothing is trained twice. If more are lost, look at the memory of "
-        "their machine: cluster.restarts of a kind are replaced in a run, after that the others continue alone"
-    )
+    what = f"processes or servers were lost ({'; '.join(known)})"
+    cause = "they died or hung: the line that was printed when one was lost says which and how"
+    advice = "Their unfinished work is done again, nothing is trained twice. If more are, look at their machine's memory"
+    if section.engines > 1 or section.environments or section.rewards:
+        advice += "; cluster.restarts of a kind are replaced in a run, after that the others continue alone"
     return Finding("lost_processes", what, cause, advice)
 
 
