@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,22 @@ from tests.services.test_environment_service import started
 class Servers(Watcher):
     """Starts the server again when the run says that it is lost, unless it is to stay lost."""
 
-    def __init__(self, port: int) -> None:
-        self.port, self.again, self.notes = port, True, list[str]()
+    def __init__(self, port: int, kind: str) -> None:
+        self.port, self.kind, self.again, self.notes = port, kind, True, list[str]()
         self.running = list[subprocess.Popen[str]]()
 
     def start(self) -> None:
-        self.running.append(started(self.port, "dying=tests.services.running:Dying"))
+        if self.kind == "remote":
+            self.running.append(started(self.port, "dying=tests.services.running:Dying"))
+            return
+        command = [sys.executable, "-m", "tests.services.openenv_server", str(self.port)]
+        surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=surroundings))
+        assert self.running[-1].stdout is not None
+        assert "serving" in self.running[-1].stdout.readline()
 
     def noted(self, text: str) -> None:
-        if "environment server" in text:
+        if str(self.port) in text:
             self.notes.append(text)
             if len(self.notes) == 1 and self.again:
                 self.start()
@@ -47,11 +55,11 @@ def unused_port() -> int:
         return int(place.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+@pytest.fixture(scope="module", params=["remote", "openenv"])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIES_AT", str(tmp_path_factory.mktemp("dying") / "dies_at"))
-        found = Servers(unused_port())
+        found = Servers(unused_port(), request.param)
         found.start()
         yield found
         found.end()
@@ -63,9 +71,10 @@ def servers(running: Servers) -> Servers:
     return running
 
 
-def recipe(folder: Path, port: int, wait_s: float = 120.0, **options: Any) -> Recipe:
-    remote = {"servers": [f"http://127.0.0.1:{port}"], "environment": "dying", "options": options, "wait_s": wait_s}
-    source = {"environment": "remote", "size": 6, "split_by": "seed", "options": remote}
+def recipe(folder: Path, port: int, kind: str, wait_s: float = 120.0) -> Recipe:
+    url = f"http://127.0.0.1:{port}"
+    asked = {"servers": [url], "environment": "dying"} if kind == "remote" else {"url": url, "field": "move"}
+    source = {"environment": kind, "size": 6, "split_by": "seed", "options": {**asked, "wait_s": wait_s}}
     sections: dict[str, Any] = {
         "steps": 3,
         "model": {"path": "tiny:qwen2", "device": "cpu"},
@@ -79,11 +88,11 @@ def recipe(folder: Path, port: int, wait_s: float = 120.0, **options: Any) -> Re
 
 
 def test_its_episodes_are_rolled_again_and_the_run_ends_in_the_same_bits(servers: Servers, tmp_path: Path) -> None:
-    port = servers.port
-    train(recipe(tmp_path / "whole", port))
+    port, kind = servers.port, servers.kind
+    train(recipe(tmp_path / "whole", port, kind))
     assert servers.notes == []
     Path(os.environ["DIES_AT"]).write_text("27")  # within the second step
-    train(recipe(tmp_path / "lost", port), watchers=[servers])
+    train(recipe(tmp_path / "lost", port, kind), watchers=[servers])
     lost, back = servers.notes
     assert str(port) in lost
     assert "120 s" in lost
@@ -100,7 +109,7 @@ def test_its_episodes_are_rolled_again_and_the_run_ends_in_the_same_bits(servers
 def test_a_server_that_does_not_come_back_ends_the_run_which_then_resumes(servers: Servers, tmp_path: Path) -> None:
     servers.again = False
     Path(os.environ["DIES_AT"]).write_text("27")
-    asked = recipe(tmp_path / "run", servers.port, wait_s=1.0)
+    asked = recipe(tmp_path / "run", servers.port, servers.kind, wait_s=1.0)
     with pytest.raises(WorkersLost, match=str(servers.port)):
         train(asked, watchers=[servers])
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1]
@@ -109,16 +118,17 @@ def test_a_server_that_does_not_come_back_ends_the_run_which_then_resumes(server
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_server_that_is_dead_from_the_start_is_an_error_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["remote", "openenv"])
+def test_a_server_that_is_dead_from_the_start_is_an_error_at_the_start(kind: str, tmp_path: Path) -> None:
     port = unused_port()
     with pytest.raises(WorkersLost, match=str(port)):
-        train(recipe(tmp_path / "run", port))
+        train(recipe(tmp_path / "run", port, kind))
     assert not (tmp_path / "run").exists()
 
 
 def test_failed_episodes_are_no_throughput(tmp_path: Path) -> None:
     source = {"environment": "tests.services.running:Dying", "size": 6, "split_by": "seed", "options": {"fails": True}}
-    data = recipe(tmp_path / "run", 1).model_dump(mode="json")
+    data = recipe(tmp_path / "run", 1, "remote").model_dump(mode="json")
     data["tasks"]["train"] = [{"source": "environments", "options": source}]
     train(parsed(data, tmp_path / "run"))
     rows = read_metrics(tmp_path / "run/metrics.jsonl")

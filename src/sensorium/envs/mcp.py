@@ -2,8 +2,9 @@
 
 Invariants: a server is started once per process and shared by all episodes. It lives in an event loop of its own thread, so
 its tools can be called from any. Every wait has a deadline. A tool that fails or takes too long gives a result that says
-so; a server that is gone raises EnvironmentFailure, is forgotten, and is started again for the next call. Calls that a loop
-still holds when its server ends are cancelled, and no call is passed to it from then on, so nobody waits forever.
+so; a server that is gone raises EnvironmentLost (the episode is played again), is forgotten, and is started again for the
+next call. Calls that a loop still holds when its server ends are cancelled, and no call is passed to it from then on, so
+nobody waits forever.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from typing import Any, TextIO
 
 from sensorium.envs.tool_use import ToolContext, ToolResult, ToolSpec
 from sensorium.vocabulary.content import Block, Text
-from sensorium.vocabulary.errors import EnvironmentFailure, MediaError, RecipeError, nearest
+from sensorium.vocabulary.errors import EnvironmentLost, MediaError, RecipeError, nearest
 from sensorium.vocabulary.plain import printable, words
 
 OPTIONS = ("command", "args", "env", "cwd", "url", "headers", "only", "deadline_s", "start_s")
@@ -142,9 +143,9 @@ class McpServer:
                 raise self._lost(_first_cause(error)) from error
             return f"the tool '{tool}' failed: {_first_cause(error)}"
 
-    def _lost(self, why: str) -> EnvironmentFailure:
+    def _lost(self, why: str) -> EnvironmentLost:
         self._let_go()
-        return EnvironmentFailure(f"the MCP server {self.name} is lost: {why}.{self._last_written()}")
+        return EnvironmentLost(f"the MCP server {self.name} is lost: {why}.{self._last_written()}")
 
     def _let_go(self) -> None:
         """Use it no more, and end it without waiting for that."""

@@ -311,7 +311,7 @@ def _first_shown(task: Task, make: MakeEnvironment, pool: WorkerPool, seconds: f
         begun = pool.call_now(lambda: made.value.reset(seed), seconds, worker)
         worker.submit(lambda: made.value.close(), seconds)
         if isinstance(begun.error, ServerLost):
-            raise WorkersLost(f"{begun.error}. Start it, or correct the option servers of the environment 'remote'.")
+            raise WorkersLost(f"{begun.error}. Start it, or correct its address in the recipe.")
         head, observation = checked_reset(begun.value, "")
         return () if begun.error is not None else (*head, *observation.messages)
     except (WorkerFailure, EnvironmentFailure):  # not hidden: in play it fails its episodes, with the reason

@@ -1,27 +1,97 @@
 """An environment behind an OpenEnv server, over its WebSocket.
 
-Steps of OpenEnv have no id, so a step is sent once and never again. A missing reply or a lost connection fails the episode:
-a new connection would be another environment that was never reset. Only connecting is tried again, while the server is
-full: nothing has acted by then.
+Steps of OpenEnv have no id, so a step is sent once and never again: a new connection would be another environment that was
+never reset. A missing reply, or a server that ends the connection, fails the episode. Where the server itself is gone, that
+is a ServerLost: the rollout waits until it answers (``available``) and plays the episode again. Connecting is tried again
+while the server is full: nothing has acted by then.
 """
 
+import asyncio
 import json
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.content import byte_array, key_of, picture, text_form
 from sensorium.envs.protocol import Observation, StepResult, within
 from sensorium.envs.responses import ResponseFormat
 from sensorium.vocabulary.content import Message, Text, system, user
-from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
+from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError, ServerLost, WorkersLost
 
 NAME = "openenv"
 MAX_BYTES = 100 * 1024 * 1024
 FULL = "CAPACITY_REACHED"
+PROBE_S = 0.5  # between looks for a lost server
+RESTARTING = (1001, 1012)  # by which a server closes connections because it ends
+
+
+class Presence:
+    """Whether the server at an address answers; shared by the environments of this process."""
+
+    known: ClassVar[dict[str, "Presence"]] = {}
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.answered = self.announced = False
+        self.away, self.since, self.returned = "", 0.0, 0.0
+
+    @classmethod
+    def of(cls, address: str) -> "Presence":
+        return cls.known.setdefault(address, cls(address))
+
+    def here(self) -> None:
+        self.answered, self.away = True, ""
+
+    def lost(self, why: str, connected: float = float("inf")) -> ServerLost:
+        """The error of a loss; that of a connection made before the server came back is no other loss."""
+        if connected >= self.returned:
+            self.since = self.since if self.away else time.monotonic()
+            self.away = why
+        return ServerLost(f"{self.address}: the OpenEnv server is lost: {why}")
+
+    async def answers(self, wait_s: float, noted: Callable[[str], None]) -> None:
+        """Wait while the server is away; ``noted`` gets when that begins and ends."""
+        if not self.away:
+            return
+        since, why = self.since, self.away
+        if not self.answered:
+            self.away = ""  # whoever asks next looks again
+            raise WorkersLost(f"no OpenEnv server answers at {self.address} ({why}). Start it, or correct the option url.")
+        if not self.announced:
+            self.announced = True
+            noted(
+                f"the OpenEnv server at {self.address} is lost ({why}). It is waited for, {wait_s:g} s at most (wait_s of "
+                "the environment 'openenv'): start it again. Its episodes are then rolled again with the same random "
+                "numbers."
+            )
+        while self.away:
+            if await self._takes_connections():
+                self.away, self.returned = "", time.monotonic()
+            elif time.monotonic() > since + wait_s:
+                self.away, self.announced = "", False
+                raise WorkersLost(
+                    f"the OpenEnv server at {self.address} did not answer for {wait_s:g} s (wait_s of the environment "
+                    f"'openenv'): {why}. Start it again, then go on with --resume."
+                )
+            else:
+                await asyncio.sleep(PROBE_S)
+        if self.announced:
+            self.announced = False
+            noted(f"the OpenEnv server at {self.address} answers again, after {time.monotonic() - since:.0f} s.")
+
+    async def _takes_connections(self) -> bool:
+        at = urlsplit(self.address)
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(PROBE_S * 4):
+                _, writer = await asyncio.open_connection(at.hostname, at.port or (443 if at.scheme == "wss" else 80))
+            writer.close()
+            return True
+        return False
 
 
 class OpenEnvironment:
@@ -58,11 +128,13 @@ class OpenEnvironment:
         success_above: float = 0.0,
         deadline_s: float = 60.0,
         connect_s: float = 30.0,
+        wait_s: float = 300.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         within(NAME, "max_turns", max_turns, 1, 10**6)
         within(NAME, "deadline_s", deadline_s, 0.001, 86_400)
         within(NAME, "connect_s", connect_s, 0.001, 86_400)
+        within(NAME, "wait_s", wait_s, 0.0, 86_400)
         if not field and not actions:
             raise RecipeError(f"{NAME}: set where an answer goes: field: message, or actions: {{left: {{move: l}}}}.")
         self.store, self.url, self.field, self.headers = store, _address(url), field, dict(headers or {})
@@ -70,8 +142,10 @@ class OpenEnvironment:
         self.action, self.media, self.text, self.keys = dict(action or {}), dict(media or {}), text, dict(reset or {})
         self.format = ResponseFormat(response_format) if response_format else None
         self.rules, self.max_turns, self.success_above = rules, max_turns, success_above
-        self.deadline_s, self.connect_s = deadline_s, connect_s
+        self.deadline_s, self.connect_s, self.wait_s = deadline_s, connect_s, wait_s
+        self._presence = Presence.of(self.url)
         self._connection: Any = None
+        self._connected = 0.0
         self._seed = self._turn = 0
         self._over = True
 
@@ -83,6 +157,12 @@ class OpenEnvironment:
             return key_of(environment.reset(seed)[1].messages)
         finally:
             environment.close()
+
+    @classmethod
+    async def available(cls, options: Mapping[str, Any], noted: Callable[[str], None]) -> None:
+        """Wait while the server does not answer."""
+        environment = cls(MediaStore(), **options)
+        await environment._presence.answers(environment.wait_s, noted)
 
     def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
         self.close()
@@ -144,7 +224,7 @@ class OpenEnvironment:
 
     def _connect(self, keys: dict[str, Any]) -> dict[str, Any]:
         """Connect and reset. A full server is asked again until the time is up."""
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import InvalidStatus, WebSocketException
         from websockets.sync.client import connect
 
         until, pause = time.monotonic() + self.connect_s, 0.1
@@ -153,9 +233,13 @@ class OpenEnvironment:
                 self._connection = connect(
                     self.url, open_timeout=self.connect_s, max_size=MAX_BYTES, additional_headers=self.headers
                 )
-            except (OSError, TimeoutError, WebSocketException) as error:
+            except InvalidStatus as error:  # it answers, and takes no connection
                 raise EnvironmentFailure(f"{self.url}: no connection to the OpenEnv server: {error}") from error
+            except (OSError, TimeoutError, WebSocketException) as error:
+                raise self._presence.lost(f"no connection: {error}") from error
+            self._connected = time.monotonic()
             reply = self._ask({"type": "reset", "data": keys})
+            self._presence.here()
             if reply.get("type") != "error":
                 return reply
             code = reply["data"].get("code")
@@ -190,6 +274,8 @@ class OpenEnvironment:
         self._over = True
         if connection is not None:
             connection.close_socket()
+        if _is_gone(error):
+            return self._presence.lost(f"turn {self._turn}: {error}", self._connected)
         why = f"no reply within {self.deadline_s:g} s" if isinstance(error, TimeoutError) else str(error)
         return EnvironmentFailure(f"{self.url}, turn {self._turn}: the episode is lost: {why}. A step is never sent again.")
 
@@ -232,6 +318,15 @@ def pictures_of(fields: Mapping[str, Any], media: Mapping[str, Any], where: str)
         else:
             raise EnvironmentFailure(f"{where}: '{field}' is a picture of form '{form}', and there is no field '{form}'.")
     return found, used
+
+
+def _is_gone(error: Exception) -> bool:
+    """True where the server itself is gone: the connection ended without a word, or since the server ends."""
+    from websockets.exceptions import ConnectionClosed
+
+    if isinstance(error, ConnectionClosed):
+        return error.rcvd is None or error.rcvd.code in RESTARTING
+    return isinstance(error, OSError) and not isinstance(error, TimeoutError)
 
 
 def _with(action: Mapping[str, Any], path: Sequence[str], answer: str) -> dict[str, Any]:
