@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sensorium.learner.forward import LogprobScorer, UpdateFeatures, hidden_states
 from sensorium.learner.packing import pack
-from sensorium.learner.rank_team import RankTeam, RankTokenGroup
 from sensorium.learner.sequence_parallel import SharedAttention, TokenGroup, share_tokens
+from sensorium.learner.sharding import RankTeam, RankTokenGroup
 from sensorium.learner.tree_attention import LevelAttention, TokenRun, TreeAttention, arrange, arrange_levels
 from sensorium.models.tiny import make_tiny
 from tests.learner.played import Player, open_policy

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.assembly.sharded_learner import rank_settings
+from sensorium.assembly.ranks import rank_settings
 from sensorium.assembly.workers import gpus_of_engines, open_engine, visible_gpus
 from sensorium.cluster.python_process import ProcessHost, ThisMachine
 from sensorium.recipe.schema import Recipe

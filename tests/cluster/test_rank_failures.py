@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sensorium.assembly import sharded_learner
+from sensorium.assembly import ranks as ranks_module
 from sensorium.assembly.ranks import Answer, SharedError, failed, judged
 from sensorium.cluster.ray_host import connect, refuse_small, send_token, short
 from sensorium.vocabulary.errors import LearnerLost, ModelError, NonFiniteUpdate, RecipeError
@@ -117,11 +117,11 @@ def test_weights_come_through_memory_only_where_there_is_room(
     """A container's shared memory is 64 MiB: a model beyond it goes by the disk, as it does between machines."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "disk").mkdir()
-    monkeypatch.setattr(sharded_learner, "memory_folder", lambda size: tmp_path / "memory" if room and size == 24 else None)
-    monkeypatch.setattr(sharded_learner, "GroupCosts", lambda policy: None)
+    monkeypatch.setattr(ranks_module, "memory_folder", lambda size: tmp_path / "memory" if room and size == 24 else None)
+    monkeypatch.setattr(ranks_module, "GroupCosts", lambda policy: None)
     policy = SimpleNamespace(model=torch.nn.Linear(2, 2), version=0)
     recipe = SimpleNamespace(cluster=SimpleNamespace(address=address))
     given: Any = (recipe, SimpleNamespace(policy=policy), None, ranks := OneRank(), tmp_path / "disk")
-    assert sharded_learner.ShardedLearner(*given).weights()["w"].tolist() == [1, 1]
+    assert ranks_module.ShardedLearner(*given).weights()["w"].tolist() == [1, 1]
     assert ranks.file.parent.name == place
     assert not ranks.file.exists()

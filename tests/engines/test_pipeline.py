@@ -17,8 +17,7 @@ from sensorium.engines.native.decode_state import RowLayout, read_again
 from sensorium.engines.native.graphs import BUCKETS, FusedStep, bucket_of, buckets_to_capture
 from sensorium.engines.native.key_values import PAGE, PagePool
 from sensorium.engines.native.native_engine import NativeEngine
-from sensorium.engines.native.prefill import PrefillRows, SharedContext
-from sensorium.engines.native.prefix_cache import PrefixEntry
+from sensorium.engines.native.prefix_cache import PrefillRows, PrefixEntry, SharedContext
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.engines.scheduler import Job
 from sensorium.kernels.first_use import fallbacks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.delta_states import RowStates
 from sensorium.engines.native.native_engine import NativeEngine
-from sensorium.engines.native.prefill import RouteRecorder
+from sensorium.engines.native.prefix_cache import RouteRecorder
 from sensorium.engines.native.steps import Steps, feed
 from sensorium.engines.protocol import Sampling
 from sensorium.models.load import load_policy

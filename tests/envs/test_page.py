@@ -22,7 +22,7 @@ from sensorium.engines.protocol import Request, Sampling
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.adapters.content import text_form
-from sensorium.envs.adapters.spaces import actions_of
+from sensorium.envs.adapters.gymnasium import actions_of
 from sensorium.envs.tool_use import Toolbox, ToolCall, ToolContext
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sensorium.data.media_store import MediaStore
-from sensorium.models import template_limits
+from sensorium.models import rendering
 from sensorium.models.load import check_checkpoint, load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX, SINGLE, read_weight_file
@@ -219,49 +219,49 @@ HOSTILE_TEMPLATES = {
 def test_a_template_without_bounds_is_refused_in_little_time_and_memory(
     what: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_limits, "MOST_S", 2.0)
+    monkeypatch.setattr(rendering, "MOST_S", 2.0)
     template = model / "chat_template.jinja"
     template.write_text(HOSTILE_TEMPLATES[what] + template.read_text())
-    before = template_limits.resident_bytes()
+    before = rendering.resident_bytes()
     with pytest.raises(ModelError, match=r"chat_template\.jinja"):
         load_policy(str(model), store=MediaStore())
-    assert template_limits.resident_bytes() - before < 1 << 30
+    assert rendering.resident_bytes() - before < 1 << 30
 
 
 def test_an_ended_rendering_leaves_nothing_behind_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MOST_S", 0.2)
+    monkeypatch.setattr(rendering, "MOST_S", 0.2)
 
     def endless() -> str:
         while True:
             pass
 
     for _ in range(3):
-        with pytest.raises(template_limits.TemplateBeyondBounds):
-            template_limits.bounded_rendering(endless, 0)
-        assert template_limits.bounded_rendering(lambda: "fine", 4) == "fine"
+        with pytest.raises(rendering.TemplateBeyondBounds):
+            rendering.bounded_rendering(endless, 0)
+        assert rendering.bounded_rendering(lambda: "fine", 4) == "fine"
     assert sum(range(10**6)) > 0, "no late exception arrives"
 
 
 def test_a_rendering_inside_of_another_leaves_the_outer_bound_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MOST_S", 0.3)
+    monkeypatch.setattr(rendering, "MOST_S", 0.3)
     deadline = time.monotonic() + 10
 
     def nested() -> str:
         while time.monotonic() < deadline:
-            template_limits.bounded_rendering(lambda: "inner", 5)
+            rendering.bounded_rendering(lambda: "inner", 5)
         return "ended by itself"
 
-    with pytest.raises(template_limits.TemplateBeyondBounds):
-        template_limits.bounded_rendering(nested, 100)
-    assert template_limits.bounded_rendering(lambda: "fine", 4) == "fine"
+    with pytest.raises(rendering.TemplateBeyondBounds):
+        rendering.bounded_rendering(nested, 100)
+    assert rendering.bounded_rendering(lambda: "fine", 4) == "fine"
 
 
 def test_a_rendering_that_is_ended_at_its_end_does_not_keep_the_lock() -> None:
-    watch, finish, ended = template_limits._WATCH, threading.Event(), threading.Event()
+    watch, finish, ended = rendering._WATCH, threading.Event(), threading.Event()
 
     def render() -> None:
-        with suppress(template_limits.TemplateBeyondBounds):
-            template_limits.bounded_rendering(lambda: str(finish.wait(20)), 0)
+        with suppress(rendering.TemplateBeyondBounds):
+            rendering.bounded_rendering(lambda: str(finish.wait(20)), 0)
         ended.set()
 
     other = threading.Thread(target=render, daemon=True)
@@ -276,7 +276,7 @@ def test_a_rendering_that_is_ended_at_its_end_does_not_keep_the_lock() -> None:
             time.sleep(0.01)
         del watch._running[other.ident or 0]
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(other.ident or 0), ctypes.py_object(template_limits.TemplateBeyondBounds)
+            ctypes.c_ulong(other.ident or 0), ctypes.py_object(rendering.TemplateBeyondBounds)
         )
     assert ended.wait(20)
     assert watch._lock.acquire(timeout=20)
@@ -289,10 +289,10 @@ def test_a_child_forked_during_a_rendering_renders() -> None:
     def fork() -> None:
         child = os.fork()
         if not child:
-            os._exit(template_limits.bounded_rendering(lambda: "fine", 4) != "fine")
+            os._exit(rendering.bounded_rendering(lambda: "fine", 4) != "fine")
         children.append(child)
 
-    with template_limits._WATCH._changed:  # as at the beginning and end of every rendering
+    with rendering._WATCH._changed:  # as at the beginning and end of every rendering
         other = threading.Thread(target=fork)
         other.start()
         other.join()

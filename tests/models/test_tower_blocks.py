@@ -35,8 +35,8 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, lon
 
 def use_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flash attention is for CUDA."""
-    from sensorium.models import tower_products
-    from sensorium.models.tower_products import BlockSettings
+    from sensorium.models import tower
+    from sensorium.models.tower import BlockSettings
 
     def attended(rotated: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
         three = rotated.view(len(rotated), 3, settings.heads, -1).unbind(1)
@@ -48,8 +48,8 @@ def use_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.autograd.grad(attended(again, settings)[0], again, given)[0]
 
     monkeypatch.setattr(tower_module, "by_flash", plain_attention)
-    monkeypatch.setattr(tower_products, "attended", attended)
-    monkeypatch.setattr(tower_products, "attention_gradients", gradients)
+    monkeypatch.setattr(tower, "attended", attended)
+    monkeypatch.setattr(tower, "attention_gradients", gradients)
 
 
 @pytest.fixture

@@ -26,9 +26,8 @@ from sensorium.assembly.playing import open_store
 from sensorium.assembly.ranks import Answer, Call, RankSettings, failed
 from sensorium.cluster.channel import Channel
 from sensorium.cluster.python_process import parent_sockets
-from sensorium.learner.rank_team import RankTeam
 from sensorium.learner.saved_state import whole_of
-from sensorium.learner.sharding import copy_weights, shard_policy
+from sensorium.learner.sharding import RankTeam, copy_weights, shard_policy
 from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import Recipe

@@ -1,8 +1,8 @@
 """Forecast a recipe on so many GPUs of a kind: memory on each, the parts of a step, tokens a second, and cost by a price.
 
-No model is loaded and nothing is run; where a vision tower would learn, two rows of each source are read. Figures come from
-a cost model that is fitted to measurements on one H200, and from a simulation of the schedule; notes say what was measured,
-scaled or assumed. See docs/guides/scaling.md.
+No model is loaded and nothing is run; where a vision tower would learn, two rows of each source are read. Figures come
+from a cost model that is fitted to measurements on one H200, and from a simulation of the schedule; notes say what was
+measured, scaled or assumed. See docs/guides/scaling.md.
 """
 
 import json
@@ -15,9 +15,9 @@ from rich.text import Text
 from sensorium.cli.dry_run import read_a_few
 from sensorium.data.mixture import resolve_epochs
 from sensorium.engines.options import check_vllm_options, check_writer_options
+from sensorium.forecast.costs import GpuMemory
 from sensorium.forecast.forecast import Asked, Forecast, forecast
 from sensorium.forecast.machine import kinds, planned_shape
-from sensorium.forecast.memory import GpuMemory
 from sensorium.forecast.simulator import SCHEDULES, Deployment
 from sensorium.recipe.activations import tower_bytes
 from sensorium.recipe.load import load_recipe

@@ -1,8 +1,9 @@
-"""Show one task as the model will see it, without loading weights: the rendered prompt with its special tokens, tokens by
-kind of medium, the media after resizing and sampling (as files), and the demonstration with what each reward term gives.
+"""Show one task as the model will see it, without loading weights: the rendered prompt with its special tokens, tokens
+by kind of medium, the media after resizing and sampling (as files), and the demonstration with what each reward term
+gives.
 
-Of a task that is played in an environment: its first observation, by its seed, and the turns of its demonstration. Media
-of a training task that the recipe augments are shown twice: as they are, and augmented as in one draw.
+Of a task that is played in an environment: its first observation, by its seed, and the turns of its demonstration.
+Media of a training task that the recipe augments are shown twice: as they are, and augmented as in one draw.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -21,8 +22,8 @@ from sensorium.data.augmentation import augmented_task
 from sensorium.data.sound import encode_wav
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import RolloutSection
+from sensorium.report.album import contact_sheet, waveform
 from sensorium.report.console import WorkBar
-from sensorium.report.contact_sheet import contact_sheet, waveform
 from sensorium.report.terminal import Terminal
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Episode, Segment, Status

@@ -1,7 +1,7 @@
 """Train a recipe with several seeds and settings, one after the other or as many as fit, and compare them.
 
-A key with several values is swept: optimizer.lr=1e-4,3e-4 seed=0..4 (a value with a comma of its own goes in brackets or
-quotes). Every run is a run directory in the experiment's folder, sweeps/NAME. The same command, or sensorium sweep
+A key with several values is swept: optimizer.lr=1e-4,3e-4 seed=0..4 (a value with a comma of its own goes in brackets
+or quotes). Every run is a run directory in the experiment's folder, sweeps/NAME. The same command, or sensorium sweep
 sweeps/NAME, goes on after a kill and leaves out what is finished; with other values it adds runs. Writes report.html,
 results.json and table.md into the folder.
 """
@@ -14,7 +14,7 @@ from sensorium.cli.main import ExitCode
 from sensorium.experiments.experiment import Experiment
 from sensorium.experiments.grid import read_arguments
 from sensorium.experiments.jobs import Jobs, Room, opening, room_for, with_threads
-from sensorium.experiments.page import write_results
+from sensorium.experiments.results import write_results
 from sensorium.recipe.load import apply_override, load_recipe, read_recipe
 from sensorium.recipe.registry import look_where_found
 from sensorium.report.tables import print_grid

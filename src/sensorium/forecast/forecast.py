@@ -7,9 +7,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from sensorium.forecast.costs import Costs, Push, StepWork, costs_of, work_of
+from sensorium.forecast.costs import (
+    Costs,
+    GpuMemory,
+    Push,
+    StepWork,
+    costs_of,
+    engine_memory,
+    fitting_memory,
+    rank_memory,
+    with_checkpointing,
+    work_of,
+)
 from sensorium.forecast.machine import Kind, assumed, calibration, kind_named, machine, planned_shape
-from sensorium.forecast.memory import GpuMemory, engine_memory, fitting_memory, rank_memory, with_checkpointing
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.plan import (

@@ -233,7 +233,7 @@ def _removed_if_it_fails(path: Path, made: Path | None) -> Iterator[None]:
 def _learner_maker(recipe: Recipe) -> LearnerMaker:
     if not recipe.cluster.shared:
         return local_learner
-    from sensorium.assembly.sharded_learner import sharded_learner  # importing torch.distributed takes seconds
+    from sensorium.assembly.ranks import sharded_learner  # importing torch.distributed takes seconds
 
     return sharded_learner
 

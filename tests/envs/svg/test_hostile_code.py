@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sensorium.envs import svg_renderer
-from sensorium.envs.svg_renderer import SvgRefused, checked, draw, svg_in
+from sensorium.envs import svg
+from sensorium.envs.svg import SvgRefused, checked, draw, svg_in
 
 COPIES = [f'<g id="a{n + 1}">' + f'<use href="#a{n}"/>' * 10 + "</g>" for n in range(9)]
 BOMB = '<g id="a0"><rect/></g>' + "".join(COPIES)
@@ -81,17 +81,17 @@ def test_code_that_kills_the_renderer_is_refused_and_the_next_one_is_drawn() -> 
 def test_a_renderer_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = '<filter id="f"><feTurbulence numOctaves="5000"/></filter><rect width="999" height="999" filter="url(#f)"/>'
     draw("<svg/>", 16)
-    monkeypatch.setattr(svg_renderer, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(svg, "DEADLINE_S", 0.2)
     with pytest.raises(SvgRefused, match=r"longer than 0\.2 s"):
-        svg_renderer._drawn(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 999 999">{slow}</svg>', 1024)
+        svg._drawn(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 999 999">{slow}</svg>', 1024)
 
 
 def test_the_renderer_itself_can_open_no_file(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
     named = f'<image href="{tmp_path / "red.png"}" width="8" height="8"/>'
     past_the_check = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 8 8">{named}</svg>'
-    assert svg_renderer._drawn(past_the_check, 8).min() == 255
-    (process, *_) = svg_renderer._idle
+    assert svg._drawn(past_the_check, 8).min() == 255
+    (process, *_) = svg._idle
     limits = Path(f"/proc/{process.pid}/limits").read_text()
     assert [line.split()[3] for line in limits.splitlines() if line.startswith("Max open files")] == ["0"]
     assert os.path.realpath(f"/proc/{process.pid}/cwd") == "/"

@@ -12,8 +12,7 @@ from sensorium.data.environment_tasks import EnvironmentTasks, SvgFiles
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import decode_picture
 from sensorium.data.rows import JsonlRows
-from sensorium.envs.svg import pixel_similarity, state_of, structural_similarity, target_code
-from sensorium.envs.svg_renderer import draw
+from sensorium.envs.svg import draw, pixel_similarity, state_of, structural_similarity, target_code
 from sensorium.recipe.registry import build, wrong_options
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import Media, Text

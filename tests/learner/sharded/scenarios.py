@@ -262,7 +262,7 @@ def main(rank: str, size: str, folder: str, *names: str) -> None:
     """Compute scenarios as a rank, and write what came of each to ``SIZE-RANK-NAME.pt``."""
     import torch.distributed as dist
 
-    from sensorium.learner.rank_team import RankTeam
+    from sensorium.learner.sharding import RankTeam
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

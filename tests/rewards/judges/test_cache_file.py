@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sensorium.rewards.judges import endpoints
+from sensorium.rewards.judges import transport
 from sensorium.rewards.judges.cache import AnswerCache, CallRow, StoredAnswer, owner_name
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.vocabulary.errors import RecordError
@@ -123,12 +123,12 @@ def test_a_claim_holds_while_it_is_renewed_whatever_the_clock_of_its_owner_says(
 
 
 def test_limits_hold_between_processes_whose_clocks_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = endpoints.SharedLimits(tmp_path / "limits.sqlite", {"judge": 60}, {})
+    shared = transport.SharedLimits(tmp_path / "limits.sqlite", {"judge": 60}, {})
     for turn in range(30):
-        monkeypatch.setattr(endpoints, "time", SimpleNamespace(time=lambda turn=turn: 1e9 + 300 * (turn % 2)))
+        monkeypatch.setattr(transport, "time", SimpleNamespace(time=lambda turn=turn: 1e9 + 300 * (turn % 2)))
         wait = shared.take("judge", 0)
     assert wait >= 30 - 2 * 6 - 1, "a bucket of six, filled once more when the clock that is ahead came in"
-    monkeypatch.setattr(endpoints, "time", SimpleNamespace(time=lambda: 1e9 - 86_400))
+    monkeypatch.setattr(transport, "time", SimpleNamespace(time=lambda: 1e9 - 86_400))
     shared.take("judge", 0)
-    monkeypatch.setattr(endpoints, "time", SimpleNamespace(time=lambda: 1e9 - 86_300))
+    monkeypatch.setattr(transport, "time", SimpleNamespace(time=lambda: 1e9 - 86_300))
     assert shared.take("judge", 0) == 0, "a clock that was set back fills the bucket again"

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from sensorium.recipe.schema import JudgeEndpointSection
-from sensorium.rewards.judges.endpoints import LONGEST_REST_S, Endpoint, EndpointPool
+from sensorium.rewards.judges.transport import LONGEST_REST_S, Endpoint, EndpointPool
 
 
 def endpoint(address: str) -> Endpoint:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 TAKING = """
 import json, sys, time
 from pathlib import Path
-from sensorium.rewards.judges.endpoints import SharedLimits
+from sensorium.rewards.judges.transport import SharedLimits
 
 limits = SharedLimits(Path(sys.argv[1]), {"judge": 0.006}, {"judge": 0.006})
 print("ready", flush=True)

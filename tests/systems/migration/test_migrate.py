@@ -17,8 +17,7 @@ from sensorium.cli.main import main
 from sensorium.recipe.load import load_recipe, parse_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.systems.migration.outcomes import Migration, Setting
-from sensorium.systems.migration.recognition import migrate
-from sensorium.systems.migration.shell import Script
+from sensorium.systems.migration.recognition import Script, migrate
 from sensorium.systems.migration.verl import RULES, migrate_verl
 from sensorium.vocabulary.errors import RecipeError
 

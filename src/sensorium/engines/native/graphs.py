@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps, read_again
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, page_table, write_tokens
-from sensorium.engines.native.prefill import RouteRecorder, recording_routes
+from sensorium.engines.native.prefix_cache import RouteRecorder, recording_routes
 from sensorium.kernels.device_code import NoDeviceCode
 from sensorium.kernels.first_use import compiling, fall_back, note_fallback
 from sensorium.kernels.layer_parts import (

@@ -20,8 +20,16 @@ from torch import Tensor
 
 from sensorium.engines.native.delta_states import RowStates, layer_places
 from sensorium.engines.native.key_values import KVCache
-from sensorium.engines.native.prefill import FeatureCache, RouteRecorder, SharedContext, check_features, prefill
-from sensorium.engines.native.prefix_cache import PrefixCache, StoredKV, context_key
+from sensorium.engines.native.prefix_cache import (
+    FeatureCache,
+    PrefixCache,
+    RouteRecorder,
+    SharedContext,
+    StoredKV,
+    check_features,
+    context_key,
+    prefill,
+)
 from sensorium.engines.native.response_rows import Batch, Row
 from sensorium.engines.native.steps import Steps
 from sensorium.engines.protocol import FinishReason

@@ -30,13 +30,17 @@ from sensorium.cluster.event_loop import LoopThread
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.schema import JudgesSection, PriceSection
 from sensorium.rewards.judges.cache import AnswerCache, CallRow, StoredAnswer, owner_name
-from sensorium.rewards.judges.endpoints import Endpoint, EndpointHealth, EndpointPool, SharedLimits, endpoints_of
 from sensorium.rewards.judges.request import JudgeAnswer, JudgeRequest, neutral, shortened
 from sensorium.rewards.judges.transcripts import Transcripts
 from sensorium.rewards.judges.transport import (
     CallProblem,
+    Endpoint,
+    EndpointHealth,
+    EndpointPool,
     Reply,
+    SharedLimits,
     Transport,
+    endpoints_of,
     estimated_tokens,
     refuse_without_client,
     wire_messages,
