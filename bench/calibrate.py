@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measured_cases import A3B, A3B_STEP, CPU_CASES, GPU_BUCKETS, H200, W1, cpu_costs, cpu_work, gpu_costs, gpu_model
 
-from sensorium.forecast.costs import Costs, StepWork
-from sensorium.forecast.machine import Constants
+from sensorium.forecast.costs import Constants, Costs, StepWork
 from sensorium.forecast.simulator import SHARING_ROWS, Engine, PlayedGroup, play
 
 MUCH = 1e30

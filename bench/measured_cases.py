@@ -5,8 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensorium.forecast.costs import Costs, ModelCosts, Recomputation, StepWork, costs_of
-from sensorium.forecast.machine import Constants, Kind, Machine, kinds, published_configs
+from sensorium.forecast.costs import (
+    Constants,
+    Costs,
+    Kind,
+    Machine,
+    ModelCosts,
+    Recomputation,
+    StepWork,
+    costs_of,
+    kinds,
+    published_configs,
+)
 from sensorium.recipe.shape import shape_by_config, tiny_config
 
 FOLDER = Path(__file__).parent / "baselines"

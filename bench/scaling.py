@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sensorium.forecast.costs import Costs, StepWork, costs_of
-from sensorium.forecast.machine import kinds, machine, published_configs
+from sensorium.forecast.costs import Costs, StepWork, costs_of, kinds, machine, published_configs
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
 from sensorium.recipe.shape import shape_by_config
 

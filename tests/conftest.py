@@ -69,7 +69,7 @@ def _nothing_given_up() -> None:
 def fork_server(common: Path) -> Iterator[ForkServer]:
     """One for all workers, which the first test that wants it starts."""
     modules = ("studies.resumed_runs", "torch.distributed.checkpoint")
-    ours = ("sensorium.cli.main", "sensorium.engines.process.child", "sensorium.assembly.rank_main")
+    ours = ("sensorium.cli.main", "sensorium.engines.process_child", "sensorium.assembly.rank_main")
     with ForkServer(*modules, *ours, shared=common / "forks") as server:
         yield server
 

@@ -13,7 +13,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.row_format import FIELDS, PARTS
 from sensorium.data.rows import JsonlRows
 from sensorium.recipe.registry import GIVEN, parameters_of, resolve, table
-from sensorium.rewards.function_terms import build_term
+from sensorium.rewards.reward_term import build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.runs.episodes import read_groups
 from sensorium.systems.caprl.caption_rows import CaptionRows

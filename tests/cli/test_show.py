@@ -14,7 +14,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.sound import encode_wav
 from sensorium.models.load_chat import load_chat_processor
-from sensorium.models.seen_media import seen_frames
+from sensorium.models.prepared_media import seen_frames
 from sensorium.report.album import contact_sheet, waveform
 
 FRAMES = np.repeat(np.array([[250, 10, 10], [10, 250, 10], [10, 10, 250], [250, 250, 10]], np.uint8), 64 * 64, axis=0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sensorium.cluster import temporary_folder as module
-from sensorium.cluster.temporary_folder import memory_folder, temporary_folder
+from sensorium.cluster import python_process as module
+from sensorium.cluster.python_process import memory_folder, temporary_folder
 from sensorium.engines.weight_group import write_tensors
 from sensorium.vocabulary.errors import RecordError
 

@@ -137,8 +137,8 @@ def test_a_cluster_that_is_too_small_busy_or_of_another_version_is_told_in_time(
         RayHost("", {"CPU": {"cluster.engines": 3.0}}, None, "an engine", EngineLost)
     host = RayHost("", needs, None, "an engine", EngineLost, start_s=2.0)
     with pytest.raises(EngineLost, match=r"did not place an engine within 2 s \(cluster.start_s\).*Free now"):
-        host.start("sensorium.engines.process.child", 1, tmp_path / "log.txt")
+        host.start("sensorium.engines.process_child", 1, tmp_path / "log.txt")
     host = RayHost("", needs, None, "an engine", EngineLost, cpus=0.0)
     monkeypatch.setattr("sensorium.cluster.ray_host.versions", lambda: {"sensorium": "9", "torch": "9", "python": "9"})
     with pytest.raises(EngineLost, match=r"an engine runs sensorium .*, and the driver 9"):
-        host.start("sensorium.engines.process.child", 1, tmp_path / "log.txt")
+        host.start("sensorium.engines.process_child", 1, tmp_path / "log.txt")

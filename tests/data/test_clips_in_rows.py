@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sensorium.data.decoder import Decoder
 from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place, fill_placeholders
-from sensorium.data.row_format import unread_notes
+from sensorium.data.row_format import Place, fill_placeholders, unread_notes
 from sensorium.data.rows import HubRows, JsonlRows, ParquetRows
 from sensorium.data.sound import encode_wav
 from sensorium.data.video import DecodedVideo

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place, fill_placeholders, literal_placeholders, messages_of
 from sensorium.data.mixture import TaskStream, a_few
 from sensorium.data.pictures import encode_png
-from sensorium.data.row_format import unread_notes
+from sensorium.data.row_format import Place, fill_placeholders, literal_placeholders, messages_of, unread_notes
 from sensorium.data.rows import JsonlRows, ParquetRows, PassedRows
 from sensorium.recipe.registry import build
 from sensorium.vocabulary.content import Media, Message, Text, assistant, system, user

@@ -9,11 +9,10 @@ import numpy as np
 import pyarrow
 import pytest
 
-from sensorium.data.excluded_rows import BadRow, RemainingRows
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.rows import JsonlRows, ParquetRows, PassedRows
-from sensorium.data.task_content import ComparedRow, compared_rows, row_notes
+from sensorium.data.task_content import BadRow, ComparedRow, RemainingRows, compared_rows, row_notes
 from sensorium.vocabulary import Task, user
 from sensorium.vocabulary.errors import TaskError
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.data import message_parsing
+from sensorium.data import row_format
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import each_once
 from sensorium.data.pictures import encode_png
@@ -152,7 +152,7 @@ def test_a_link_that_is_switched_after_the_check_of_its_folder_leads_nowhere_els
     (tmp_path / "secret.png").write_bytes(encode_png(np.zeros((4, 4, 3), np.uint8)))
     link.symlink_to("own.png")
     rows = rows_of(data, showing("a.png", "image"))
-    usual = message_parsing.inside
+    usual = row_format.inside
 
     def switched(path: Path, roots: tuple[Path, ...]) -> bool:
         allowed = usual(path, roots)
@@ -160,7 +160,7 @@ def test_a_link_that_is_switched_after_the_check_of_its_folder_leads_nowhere_els
         link.symlink_to(tmp_path / "secret.png")
         return allowed
 
-    monkeypatch.setattr(message_parsing, "inside", switched)
+    monkeypatch.setattr(row_format, "inside", switched)
     (medium,) = rows[0].messages[0].media
     assert medium.hash == hashlib.sha256(RED).hexdigest()
 

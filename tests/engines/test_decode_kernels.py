@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps
-from sensorium.engines.native.delta_states import StateSlots
-from sensorium.engines.native.key_values import PAGE
+from sensorium.engines.native.key_values import PAGE, StateSlots
 from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_torch import FINE_SCALE

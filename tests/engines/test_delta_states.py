@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.engines.native.delta_states import RowStates, StateSlots, layer_places
 from sensorium.engines.native.graphs import DecodeRunner, FusedStep
+from sensorium.engines.native.key_values import RowStates, StateSlots, layer_places
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.pipeline import PagedWriter
 from sensorium.engines.protocol import Request, Response, Sampling

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.engines.native.native_engine import NativeEngine
-from sensorium.engines.process.parent import ProcessEngine
+from sensorium.engines.process_engine import ProcessEngine
 from sensorium.engines.vllm.vllm_engine import VllmEngine
 from sensorium.recipe.registry import parameters_of
 from studies.pages import follow

@@ -16,8 +16,8 @@ import torch
 from sensorium.cluster.channel import Channel
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.native_engine import NativeEngine
-from sensorium.engines.process.child import serve
-from sensorium.engines.process.parent import ProcessEngine
+from sensorium.engines.process_child import serve
+from sensorium.engines.process_engine import ProcessEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Sampling
 from sensorium.models.load import load_policy
 from sensorium.vocabulary.content import user

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sensorium.data.media_store import MediaStore
-from sensorium.engines.native.delta_states import RowStates
+from sensorium.engines.native.key_values import RowStates
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.prefix_cache import RouteRecorder
 from sensorium.engines.native.steps import Steps, feed

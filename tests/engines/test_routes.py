@@ -10,7 +10,7 @@ import torch
 
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.prefix_cache import RouteRecorder
-from sensorium.engines.process.parent import ProcessEngine
+from sensorium.engines.process_engine import ProcessEngine
 from sensorium.engines.protocol import Sampling
 from sensorium.models.experts import routers_of, watching
 from sensorium.models.policy import Policy

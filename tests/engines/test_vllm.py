@@ -21,10 +21,9 @@ from sensorium.cluster.python_process import any_alive
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Response, Sampling
 from sensorium.engines.vllm import vllm_engine
-from sensorium.engines.vllm.parity import Probe, policy_logprobs
 from sensorium.engines.vllm.prompts import EnginePrompt
 from sensorium.engines.vllm.recipe_checks import installed_version
-from sensorium.engines.vllm.vllm_engine import VllmEngine
+from sensorium.engines.vllm.vllm_engine import Probe, VllmEngine, policy_logprobs
 from sensorium.models.general_path import StockRows
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny

@@ -24,10 +24,18 @@ from sensorium.engines.vllm import recipe_checks
 from sensorium.engines.vllm import vllm_engine as engine_module
 from sensorium.engines.vllm.actor import Actor, _processed
 from sensorium.engines.vllm.actor_process import ActorProcess, cause_in
-from sensorium.engines.vllm.parity import Difference, difference, make_probes, policy_logprobs, refuse_apart
 from sensorium.engines.vllm.prompts import EnginePrompt, RequestSender, check_prompt, lay_out, tower_fields
 from sensorium.engines.vllm.recipe_checks import check_arguments, installed_version, look_at, refuse_dtype, version_of
-from sensorium.engines.vllm.vllm_engine import OneKindAtATime, VllmEngine, backend_of
+from sensorium.engines.vllm.vllm_engine import (
+    Difference,
+    OneKindAtATime,
+    VllmEngine,
+    backend_of,
+    difference,
+    make_probes,
+    policy_logprobs,
+    refuse_apart,
+)
 from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
 from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
 from sensorium.models.load import load_policy

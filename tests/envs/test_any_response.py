@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.checked_results import checked_step
-from sensorium.envs.protocol import StepResult
+from sensorium.envs.protocol import StepResult, checked_step
 from sensorium.recipe.registry import build, parameters_of, resolve, table
 from sensorium.vocabulary import Task
 from sensorium.vocabulary.content import user

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.experiments.grid import label_of, name_of, points_of, read_arguments, short_names
+from sensorium.experiments.experiment import label_of, name_of, points_of, read_arguments, short_names
 from sensorium.recipe.yaml import read_yaml, value_text
 from sensorium.vocabulary.errors import RecipeError
 

@@ -6,9 +6,17 @@ from importlib.util import find_spec
 
 import pytest
 
-from sensorium.forecast.costs import costs_of, fitting_memory, rank_memory
+from sensorium.forecast.costs import (
+    assumed,
+    costs_of,
+    fitting_memory,
+    kind_named,
+    kinds,
+    planned_shape,
+    published_configs,
+    rank_memory,
+)
 from sensorium.forecast.forecast import Asked, forecast
-from sensorium.forecast.machine import assumed, kind_named, kinds, planned_shape, published_configs
 from sensorium.recipe.activations import hybrid_layer_bytes, stock_hybrid_bytes, stock_layer_bytes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import estimate_memory

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.forecast.costs import Recomputation, StepWork
-from sensorium.forecast.machine import Constants, calibration
+from sensorium.forecast.costs import Constants, Recomputation, StepWork, calibration
 from sensorium.forecast.simulator import Deployment, SimulatedRun, simulate
 
 BENCH = Path(__file__).parents[2] / "bench"

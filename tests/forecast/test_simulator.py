@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from sensorium.forecast.costs import Costs, StepWork, costs_of
-from sensorium.forecast.machine import kinds, machine, published_configs
+from sensorium.forecast.costs import Costs, StepWork, costs_of, kinds, machine, published_configs
 from sensorium.forecast.simulator import Deployment, Engine, PlayedGroup, play, simulate
 from sensorium.recipe.shape import shape_by_config
 

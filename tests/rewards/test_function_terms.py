@@ -13,8 +13,7 @@ import torch
 import sensorium as sn
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.registry import wrong_options
-from sensorium.rewards.function_terms import as_term, build_term
-from sensorium.rewards.reward_term import RewardContext
+from sensorium.rewards.reward_term import RewardContext, as_term, build_term
 from sensorium.rewards.scorer import Scorer, trial_notes
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.episode import Episode, Group

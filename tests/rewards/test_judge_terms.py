@@ -19,9 +19,8 @@ from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import JudgesSection
-from sensorium.rewards.function_terms import build_term
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.reward_term import RewardContext
+from sensorium.rewards.reward_term import RewardContext, build_term
 from sensorium.rewards.scorer import Scorer, score_groups
 from sensorium.runs.episodes import read_transcripts
 from sensorium.runs.ledger import Ledger

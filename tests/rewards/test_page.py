@@ -12,8 +12,7 @@ import yaml
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.recipe.registry import resolve, table
-from sensorium.rewards.function_terms import as_term, build_term
-from sensorium.rewards.reward_term import RewardContext
+from sensorium.rewards.reward_term import RewardContext, as_term, build_term
 from sensorium.rewards.scorer import Scorer
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.task import Task

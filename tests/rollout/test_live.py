@@ -12,8 +12,7 @@ from PIL import Image
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.protocol import Sampling
 from sensorium.engines.scripted import ScriptedEngine
-from sensorium.envs.checked_results import checked_step
-from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.protocol import Observation, StepResult, checked_step
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny

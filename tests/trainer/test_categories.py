@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.checked_results import checked_reset
-from sensorium.envs.protocol import Observation, StepResult
+from sensorium.envs.protocol import Observation, StepResult, checked_reset
 from sensorium.envs.question import RowsEnvironment
 from sensorium.envs.remote.isolated import IsolatedEnvironment
 from sensorium.envs.remote.wire import reset_from_json, reset_to_json

@@ -128,7 +128,7 @@ def conversation(given: Any, store: Any) -> tuple[Message, ...]:
 
 
 def _message(raw: Mapping[str, Any], number: int, store: Any) -> Message:
-    from sensorium.data.message_parsing import ROLES
+    from sensorium.data.row_format import ROLES
 
     role, content = raw.get("role"), raw.get("content", "")
     if role not in ROLES:
@@ -146,7 +146,7 @@ def _blocks(content: Any, number: int, store: Any) -> tuple[Text | Media, ...]:
 
 def _block(block: Any, origin: str, store: Any) -> Text | Media:
     """A text, a medium in any of its forms, or a block as rows have it."""
-    from sensorium.data.message_parsing import Place, messages_of
+    from sensorium.data.row_format import Place, messages_of
     from sensorium.data.rows import with_bytes
 
     if isinstance(block, str):

@@ -151,7 +151,7 @@ class _Names:
         if thing is None or isinstance(thing, str):
             return thing
         from sensorium.recipe.registry import reward_style
-        from sensorium.rewards.function_terms import as_term
+        from sensorium.rewards.reward_term import as_term
 
         importable = self._importable(thing)
         if importable and (isinstance(thing, type) or reward_style(thing)):

@@ -17,9 +17,8 @@ from sensorium.envs.recorded import RecordedEnvironment
 from sensorium.envs.remote.instances import START_S, InstancePool, poolable
 from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection
-from sensorium.rewards.function_terms import build_term
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.reward_term import RewardContext
+from sensorium.rewards.reward_term import RewardContext, build_term
 from sensorium.rewards.scorer import JudgementCache, Scorer, term_identity
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import RECORDED, Task

@@ -30,10 +30,9 @@ from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.recipe.shape import IncompleteConfig, is_ours, on_general_path
 from sensorium.report.tables import disk_note, plan_table
 from sensorium.report.terminal import say
-from sensorium.rewards.function_terms import build_term
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.placed import placeable
-from sensorium.rewards.reward_term import RewardContext, Term, refuse_unreadable, without_answer
+from sensorium.rewards.reward_term import RewardContext, Term, build_term, refuse_unreadable, without_answer
 from sensorium.rewards.scorer import trial_notes
 from sensorium.trainer.health.start_checks import long_demonstrations, refuse_without_demonstrations, start_notes
 from sensorium.vocabulary.content import Media

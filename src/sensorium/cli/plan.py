@@ -15,9 +15,8 @@ from rich.text import Text
 from sensorium.cli.dry_run import read_a_few
 from sensorium.data.mixture import resolve_epochs
 from sensorium.engines.options import check_vllm_options, check_writer_options
-from sensorium.forecast.costs import GpuMemory
+from sensorium.forecast.costs import GpuMemory, kinds, planned_shape
 from sensorium.forecast.forecast import Asked, Forecast, forecast
-from sensorium.forecast.machine import kinds, planned_shape
 from sensorium.forecast.simulator import SCHEDULES, Deployment
 from sensorium.recipe.activations import tower_bytes
 from sensorium.recipe.load import load_recipe

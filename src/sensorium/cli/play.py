@@ -15,9 +15,9 @@ from PIL import Image
 from rich.text import Text as Styled
 
 from sensorium.data.demonstrations import demonstrations_of
-from sensorium.data.excluded_rows import id_of
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskSource, find_row, make_sources
+from sensorium.data.task_content import id_of
 from sensorium.envs.protocol import WatchedEnvironment
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe

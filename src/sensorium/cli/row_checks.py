@@ -13,11 +13,10 @@ import numpy as np
 from PIL import Image
 
 from sensorium.cluster.event_loop import run_async
-from sensorium.data.container import opened, track
 from sensorium.data.decoder import Decoded
 from sensorium.data.media_store import MediaStore
 from sensorium.data.sound import DecodedAudio
-from sensorium.data.video import DecodedVideo
+from sensorium.data.video import DecodedVideo, opened, track
 from sensorium.models.chat_processor import ChatProcessor
 from sensorium.rewards.reward_term import Term, asks_others, expected_answers
 from sensorium.rewards.scorer import Scorer, score_groups

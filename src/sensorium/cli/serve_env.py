@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from sensorium.cluster.temporary_folder import temporary_folder
+from sensorium.cluster.python_process import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
 
 DRAIN_MARGIN_S = 5.0

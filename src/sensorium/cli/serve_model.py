@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sensorium.cluster.temporary_folder import temporary_folder
+from sensorium.cluster.python_process import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
 
 USAGE = "sensorium serve model CHECKPOINT [--name N] [--host H] [--port P] [--capacity N] [--media-root FOLDER …] …"

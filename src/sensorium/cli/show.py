@@ -221,7 +221,7 @@ class Page:
             self.say(f"  {file}", FAINT)
 
     def _picture(self, session: "ModelFreeSession", media: Media, name: str) -> tuple[str, list[Path]]:
-        from sensorium.models.seen_media import seen_frames
+        from sensorium.models.prepared_media import seen_frames
 
         own = session.store.picture(media)
         frames = seen_frames(session.chat, media)
@@ -232,7 +232,7 @@ class Page:
         return f"{_size(own)} pixels, seen as {seen}", [self._saved(sheet, name)]
 
     def _video(self, session: "ModelFreeSession", media: Media, name: str) -> tuple[str, list[Path]]:
-        from sensorium.models.seen_media import seen_frames
+        from sensorium.models.prepared_media import seen_frames
 
         clip: Any = session.chat.decoder.get(media)
         frames = seen_frames(session.chat, media) or [Image.fromarray(frame) for frame in clip.frames]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium.cli.main import ExitCode
-from sensorium.data.excluded_rows import BadRow, read_bad_rows, write_bad_rows
+from sensorium.data.task_content import BadRow, read_bad_rows, write_bad_rows
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.report.console import WorkBar

@@ -17,12 +17,20 @@ from sensorium.cli.row_checks import (
 )
 from sensorium.cluster.event_loop import run_async
 from sensorium.data.demonstrations import demonstrations_of
-from sensorium.data.excluded_rows import BadRow, id_of, original_row
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import Side, TaskSource, Treatment, make_source, permuted
 from sensorium.data.planner import CausalSource, gaps, without_history
 from sensorium.data.row_format import placeholder_notes, unread_notes
-from sensorium.data.task_content import ComparedRow, compared_row, other_media, repeated_ids, text_alone
+from sensorium.data.task_content import (
+    BadRow,
+    ComparedRow,
+    compared_row,
+    id_of,
+    original_row,
+    other_media,
+    repeated_ids,
+    text_alone,
+)
 from sensorium.engines.protocol import Request
 from sensorium.engines.scripted import ScriptedEngine
 from sensorium.envs.actions import ActionGrammar

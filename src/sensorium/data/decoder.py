@@ -23,12 +23,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sensorium.data.container import BadClip, library
 from sensorium.data.lru import LRU
 from sensorium.data.media_files import MIB
 from sensorium.data.media_store import MediaStore
 from sensorium.data.sound import DecodedAudio, augmented_sound, decode_audio
-from sensorium.data.video import DecodedVideo, decode_video
+from sensorium.data.video import BadClip, DecodedVideo, decode_video, library
 from sensorium.runs.durable import drafted
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters

@@ -26,8 +26,8 @@ from typing import Any
 
 from sensorium.data.media_files import mime_type
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place, messages_of
 from sensorium.data.mixture import TaskStream, permuted
+from sensorium.data.row_format import Place, messages_of
 from sensorium.data.rows import JsonlRows
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.durable import append_row, drafted, read_json, read_rows, write_rows, write_whole, writing

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from sensorium.data.container import library
 from sensorium.data.decoder import Decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.sound import DecodedAudio, encode_wav, sixteen_bits
-from sensorium.data.video import DecodedVideo, exactly
+from sensorium.data.video import DecodedVideo, exactly, library
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 

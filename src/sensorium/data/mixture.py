@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
-from sensorium.data.excluded_rows import RemainingRows, id_of, read_bad_rows
 from sensorium.data.media_store import MediaStore
+from sensorium.data.task_content import RemainingRows, id_of, read_bad_rows
 from sensorium.recipe.load import check_recipe
 from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, SourceSection, TasksSection

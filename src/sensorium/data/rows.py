@@ -20,9 +20,8 @@ from PIL import Image
 from sensorium.data.lru import LRU
 from sensorium.data.media_files import MIB, file_state, held_kind, open_regular, roots_of
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import ClipOptions, Place
 from sensorium.data.pictures import encode_png
-from sensorium.data.row_format import MEDIA, FileRowOptions, RowOptions, layout_of
+from sensorium.data.row_format import MEDIA, ClipOptions, FileRowOptions, Place, RowOptions, layout_of
 from sensorium.data.task_content import UNREAD
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.errors import DataChanged, MediaError, RecipeError, TaskError, nearest, similar_file

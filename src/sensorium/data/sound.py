@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from sensorium.data.augmentation import changed_samples
-from sensorium.data.container import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.data.media_files import MediaLimits
+from sensorium.data.video import BadClip, Source, check_whole, library, opened, stated_end, track, trimmed, zero
 from sensorium.vocabulary.decoding import AudioParameters, Augmentation
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sensorium.cluster.channel import own_address
-from sensorium.cluster.temporary_folder import memory_folder
+from sensorium.cluster.python_process import memory_folder
 from sensorium.vocabulary.errors import EngineError, RecordError
 
 

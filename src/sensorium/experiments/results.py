@@ -9,8 +9,7 @@ from html import escape
 from typing import Any
 
 from sensorium.evaluation.comparison import Side, group_notes, measured_run, refuse_unequal, settings_of
-from sensorium.experiments.experiment import Experiment, PlannedRun
-from sensorium.experiments.grid import SEED
+from sensorium.experiments.experiment import SEED, Experiment, PlannedRun
 from sensorium.recipe.yaml import value_text
 from sensorium.report.charts import Series, line_chart
 from sensorium.report.page import document, section, tile

@@ -10,16 +10,21 @@ from pydantic import BaseModel
 from sensorium.forecast.costs import (
     Costs,
     GpuMemory,
+    Kind,
     Push,
     StepWork,
+    assumed,
+    calibration,
     costs_of,
     engine_memory,
     fitting_memory,
+    kind_named,
+    machine,
+    planned_shape,
     rank_memory,
     with_checkpointing,
     work_of,
 )
-from sensorium.forecast.machine import Kind, assumed, calibration, kind_named, machine, planned_shape
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.plan import (

@@ -306,7 +306,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "engine": {
         "native": "sensorium.engines.native.native_engine:NativeEngine",
-        "process": "sensorium.engines.process.parent:ProcessEngine",
+        "process": "sensorium.engines.process_engine:ProcessEngine",
         "vllm": "sensorium.engines.vllm.vllm_engine:VllmEngine",
     },
     "advantage": {name: f"sensorium.algorithms.advantages:{name}" for name in ESTIMATORS},

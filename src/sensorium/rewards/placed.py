@@ -14,8 +14,7 @@ from typing import Any
 from sensorium.cluster.placed_workers import Answer, PlacedWorkers, serve
 from sensorium.recipe.registry import resolve, takes_context
 from sensorium.recipe.schema import RewardsSection
-from sensorium.rewards.function_terms import build_term
-from sensorium.rewards.reward_term import ComparingTerm, Term
+from sensorium.rewards.reward_term import ComparingTerm, Term, build_term
 from sensorium.rewards.scorer import asked_of, judgement_keys, judges_groups
 from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import RecipeError

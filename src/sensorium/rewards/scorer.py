@@ -19,9 +19,8 @@ from typing import Any, Protocol, Self, TypeGuard, cast, get_args
 from sensorium.cluster.event_loop import first_error, side_by_side
 from sensorium.cluster.pool import CallOverdue, Worker, WorkerFailure, WorkerPool
 from sensorium.data.lru import LRU
-from sensorium.rewards.function_terms import FunctionTerm, GroupFunctionTerm
 from sensorium.rewards.judges.request import message_contents
-from sensorium.rewards.reward_term import ComparingTerm, GroupTerm, RewardTerm, Term
+from sensorium.rewards.reward_term import ComparingTerm, FunctionTerm, GroupFunctionTerm, GroupTerm, RewardTerm, Term
 from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
 from sensorium.vocabulary.errors import (
     JudgeOffline,

@@ -10,8 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cluster.pool import Worker, WorkerFailure, WorkerPool
-from sensorium.envs.checked_results import checked, checked_reset, checked_step
-from sensorium.envs.protocol import Environment, Observation, StepResult
+from sensorium.envs.protocol import Environment, Observation, StepResult, checked, checked_reset, checked_step
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.errors import (
     EnvironmentFailure,

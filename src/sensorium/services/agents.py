@@ -46,10 +46,9 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sensorium.cluster.python_process import end_group, end_orphans, last_words, new_mark
-from sensorium.cluster.temporary_folder import temporary_folder
+from sensorium.cluster.python_process import end_group, end_orphans, last_words, new_mark, temporary_folder
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place, messages_of
+from sensorium.data.row_format import Place, messages_of
 from sensorium.envs.protocol import Observation, StepResult, one_of
 from sensorium.envs.tool_use import calls_in, in_words, write_call
 from sensorium.recipe.registry import resolve

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place, messages_of
+from sensorium.data.row_format import Place, messages_of
 from sensorium.engines.protocol import Sampling
 from sensorium.services.application import Json, Refusal, Whole
 from sensorium.vocabulary.content import Message

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_state import RowLayout
-from sensorium.engines.native.delta_states import StateSlots
 from sensorium.engines.native.graphs import DecodeRunner, MatchedPrefill, bucket_of
-from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool
+from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, StateSlots
 from sensorium.engines.native.prefix_cache import PrefixEntry, SharedContext, StoredKV, prefill
 from sensorium.engines.native.response_rows import Row
 from sensorium.engines.native.sampler import SamplingRows, sample, signed64, uniforms

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sensorium.engines.native.delta_states import DeltaRows, RowStates, layer_places
-from sensorium.engines.native.key_values import CachedAttention
+from sensorium.engines.native.key_values import CachedAttention, DeltaRows, RowStates, layer_places
 from sensorium.engines.native.prefix_cache import recording_routes
 from sensorium.engines.native.response_rows import Batch
 from sensorium.engines.native.sampler import SamplingRows, sample

@@ -18,8 +18,7 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from sensorium.engines.native.delta_states import RowStates, layer_places
-from sensorium.engines.native.key_values import KVCache
+from sensorium.engines.native.key_values import KVCache, RowStates, layer_places
 from sensorium.engines.native.prefix_cache import (
     FeatureCache,
     PrefixCache,

@@ -24,8 +24,7 @@ from typing import Any
 
 from sensorium.cluster.python_process import PipedProcess, ProcessLost, end_descendants
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.checked_results import checked_reset, checked_step
-from sensorium.envs.protocol import Observation, StepResult, within
+from sensorium.envs.protocol import Observation, StepResult, checked_reset, checked_step, within
 from sensorium.envs.remote.wire import (
     Json,
     WireError,

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from sensorium.data.media_files import roots_of
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import ClipOptions, Place
+from sensorium.data.row_format import ClipOptions, Place
 from sensorium.data.rows import content_digest
 from sensorium.runs.durable import drafted
 from sensorium.vocabulary.content import Media, user

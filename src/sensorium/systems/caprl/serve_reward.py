@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sensorium.cluster.temporary_folder import temporary_folder
+from sensorium.cluster.python_process import temporary_folder
 from sensorium.vocabulary.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from sensorium import __version__
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place
+from sensorium.data.row_format import Place
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.terms import timestamp_format
 from sensorium.services.application import BodyLimit, Counters, Json, Refusal, make_application, sweeping, until_gone

@@ -21,9 +21,8 @@ from string import Formatter
 from typing import Any, Unpack
 
 from sensorium.data.media_store import MediaStore
-from sensorium.data.message_parsing import Place, messages_of
 from sensorium.data.planner import ClipPlace, Memory
-from sensorium.data.row_format import FileRowOptions
+from sensorium.data.row_format import FileRowOptions, Place, messages_of
 from sensorium.data.rows import JsonlRows
 from sensorium.vocabulary.content import Block, Message, Text
 from sensorium.vocabulary.errors import TaskError

@@ -91,7 +91,7 @@ class ProcessEngine:
             return
         try:
             self._folder = folder = Path(tempfile.mkdtemp(prefix="sensorium-engine-", dir=self._host.folder))
-            self._process, (frames,) = self._host.start("sensorium.engines.process.child", 1, folder / "child.log")
+            self._process, (frames,) = self._host.start("sensorium.engines.process_child", 1, folder / "child.log")
             self._channel = Channel(frames)
             self._ask({"do": "start", **self._description(folder)}, self._start_s)
             self.update_weights(self._policy, self._policy.version)

@@ -1,1 +1,0 @@
-"""An engine in another process: tokens over a pipe, weights in a file; nothing but plain data passes between the two."""
