@@ -16,10 +16,9 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:
     from sensorium.api.chat import Model, Reply, load
-    from sensorium.api.record import Demonstrations, record
     from sensorium.api.run import Run, Table
     from sensorium.api.sweep import Sweep, sweep
-    from sensorium.api.train import Evaluation, evaluate, fork, resume, train
+    from sensorium.api.train import Demonstrations, Evaluation, evaluate, fork, record, resume, train
     from sensorium.recipe import Recipe, load_recipe, register
     from sensorium.vocabulary import Episode, Score, Task, reward
     from sensorium.vocabulary.errors import SensoriumError
@@ -32,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 _PLACES = {
-    "Demonstrations": "sensorium.api.record",
+    "Demonstrations": "sensorium.api.train",
     "Episode": "sensorium.vocabulary",
     "Evaluation": "sensorium.api.train",
     "Model": "sensorium.api.chat",
@@ -48,7 +47,7 @@ _PLACES = {
     "fork": "sensorium.api.train",
     "load": "sensorium.api.chat",
     "load_recipe": "sensorium.recipe",
-    "record": "sensorium.api.record",
+    "record": "sensorium.api.train",
     "register": "sensorium.recipe",
     "resume": "sensorium.api.train",
     "reward": "sensorium.vocabulary",

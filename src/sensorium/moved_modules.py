@@ -39,6 +39,7 @@ MOVED = {
     "tasks.planner": "data.planner",
     "tasks.shapes": "data.shapes",
     "tasks.source": "data.mixture",
+    "vocabulary.score": "vocabulary.episode",
     "trainer.taskmem_layout": "systems.taskmem.layout",
 }
 """Those that docs, examples and tutorials of earlier versions name."""

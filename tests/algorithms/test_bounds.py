@@ -14,7 +14,7 @@ from sensorium.algorithms.advantages import Episodes
 from sensorium.recipe.estimators_and_losses import ESTIMATORS, LOSSES
 from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import LossSection
-from sensorium.vocabulary.score import LARGEST
+from sensorium.vocabulary.episode import LARGEST
 from tests.algorithms.batches import Batch, of_rewards
 from tests.algorithms.updates import Token, slopes, whole
 

@@ -24,8 +24,8 @@ from sensorium.systems.caprl.caption_rows import (
     question_of_block,
 )
 from sensorium.systems.caprl.terms import PICTURE_WEIGHTS, WEIGHTS, CaptionQA, Reading
+from sensorium.vocabulary.episode import Score, total
 from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError
-from sensorium.vocabulary.score import Score, total
 from sensorium.vocabulary.task import Task
 
 from ..services import text_reader

@@ -16,9 +16,8 @@ from sensorium.recipe.registry import wrong_options
 from sensorium.rewards.reward_term import RewardContext, as_term, build_term
 from sensorium.rewards.scorer import Scorer, trial_notes
 from sensorium.vocabulary.content import user
-from sensorium.vocabulary.episode import Episode, Group
+from sensorium.vocabulary.episode import Episode, Group, Score
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 MakeEpisode = Callable[..., Episode]

@@ -27,9 +27,8 @@ from sensorium.runs.ledger import Ledger
 from sensorium.systems.taskmem.reward import MemoryRewards
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.decoding import VideoParameters
-from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
+from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn, by_name
 from sensorium.vocabulary.errors import JudgeOffline, RecipeError, UnknownJudge
-from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
 from tests.rewards.judges.server import Answer, Judge, JudgeServer, judge_server, said, section_of
 

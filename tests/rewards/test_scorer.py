@@ -15,9 +15,8 @@ import pytest
 from sensorium.rewards.reward_term import RewardTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.rewards.terms import EnvironmentReward, Exact
-from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.episode import Episode, Score, Status
 from sensorium.vocabulary.errors import RecordError, RewardFailure
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 MakeEpisode = Callable[..., Episode]

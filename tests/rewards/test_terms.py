@@ -26,9 +26,8 @@ from sensorium.rewards.terms import (
     number,
 )
 from sensorium.systems.audio_visual.by_type import AccuracyByType
-from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.episode import Episode, total
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
-from sensorium.vocabulary.score import total
 from sensorium.vocabulary.task import Task
 
 MakeEpisode = Callable[..., Episode]

@@ -20,8 +20,8 @@ from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import open_trainer, train
 from sensorium.vocabulary.content import Message, Text
+from sensorium.vocabulary.episode import Score
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, TaskError
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 from tests.trainer.small import small
 from tests.trainer.test_going_on import assert_equal

@@ -11,9 +11,8 @@ from sensorium.runs.run_directory import RunDirectory
 from sensorium.systems.taskmem.layout import TaskMemLayout, file_name, latest_history, step_logs
 from sensorium.systems.taskmem.memory_rows import LONGEST_NAME
 from sensorium.vocabulary.content import user
-from sensorium.vocabulary.episode import Group
+from sensorium.vocabulary.episode import Group, Score
 from sensorium.vocabulary.errors import RecipeError
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 from tests.rewards.conftest import MakeEpisode, episode_of  # noqa: F401
 

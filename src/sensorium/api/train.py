@@ -1,4 +1,4 @@
-"""Training and evaluating from Python: ``run = sn.train(recipe, steps=100)``, ``sn.evaluate(run)["accuracy"]``."""
+"""Training, evaluating and recording from Python: ``run = sn.train(recipe, steps=100)``, ``sn.evaluate(run)``."""
 
 import asyncio
 import contextvars
@@ -12,12 +12,13 @@ from typing import Any, TypeVar, get_args
 from sensorium.api.recipes import recipe_of
 from sensorium.api.run import Run, Table
 from sensorium.cluster.event_loop import forget, interrupt
+from sensorium.data.demonstrations import Recording, RecordingSummary, summary_of
 from sensorium.data.mixture import resolve_epochs
 from sensorium.evaluation.folder import default_folder, evaluated_model
 from sensorium.recipe.schema import Recipe
-from sensorium.report.console import ConsoleWatcher, EvaluationBar
+from sensorium.report.console import ConsoleWatcher, EvaluationBar, WorkBar
 from sensorium.report.tables import markdown, summary_grid
-from sensorium.report.terminal import Terminal
+from sensorium.report.terminal import Terminal, say
 from sensorium.report.watcher import Watcher
 from sensorium.runs.checkpoint_layout import CheckpointFolder
 from sensorium.runs.durable import read_rows
@@ -232,3 +233,68 @@ def evaluate(
         say(f"evaluating {path} into {folder}", console)
     with EvaluationBar(console) as bar:
         return Evaluation(play(bar.tell), folder)
+
+
+class Demonstrations(Sequence[dict[str, Any]]):
+    """Recorded episodes, one row each: ``warm_start={"demonstrations": found.folder, "steps": …}`` learns them."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._rows = list(read_rows(Recording(self.folder).rows))
+
+    @property
+    def summary(self) -> RecordingSummary:
+        """How many episodes were kept, left out by reason, and are missing."""
+        return summary_of(Recording(self.folder))
+
+    @property
+    def left_out(self) -> Table:
+        """The episodes that were not kept, with reward and reason."""
+        return Table(list(read_rows(Recording(self.folder).left_out)))
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._rows[place]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return "\n".join([*self.summary.lines, f"in {self.folder}"])
+
+
+def record(
+    recipe: Any,
+    by: str | Path | Run = "demonstrate",
+    *,
+    to: str | Path | None = None,
+    limit: int = 0,
+    samples: int = 1,
+    min_reward: float | None = None,
+    temperature: float | None = None,
+    model: str = "",
+    api_key_env: str = "",
+    show: bool = True,
+    **changes: Any,
+) -> Demonstrations:
+    """Record demonstrations of a recipe's training tasks: by themselves, ``"person"``, a checkpoint, a Run or a URL.
+
+    Arguments are as on the command line, and ``changes`` as to train. A recording that was interrupted goes on when it is
+    called again. ``show``: print progress.
+    """
+    from sensorium.cli.record import RecordingOrder
+    from sensorium.cli.record import record as record_order
+
+    who = str(by.directory if isinstance(by, Run) else by)
+    order = RecordingOrder(
+        who, None if to is None else Path(to), limit, samples, min_reward, temperature, model, api_key_env
+    )
+    checked = recipe_of(recipe, changes)
+    with WorkBar(silent=not show) as bar:
+        found = outside_loop(lambda: record_order(checked, order, bar))
+    if show:
+        for line in found.lines:
+            say(line, Terminal())
+    return Demonstrations(order.folder(checked))

@@ -48,10 +48,9 @@ from sensorium.rewards.scorer import Scorer
 from sensorium.rollout.live import MakeEnvironment, media_of
 from sensorium.rollout.play import Attempt, Renderer, Rollout
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.episode import Episode, Group, Segment, Status
+from sensorium.vocabulary.episode import Episode, Group, Segment, Status, by_name
 from sensorium.vocabulary.errors import MediaError, ModelError, SensoriumError, TaskError
 from sensorium.vocabulary.plain import attempt, words
-from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
 
 WORDS = ("", "yes", "42", "<answer>1</answer>", "\\boxed{2}", "I do not know.", "<think>hm</think><answer>A</answer>")

@@ -34,10 +34,9 @@ from sensorium.runs.durable import append_row, drafted, read_json, read_rows, wr
 from sensorium.runs.run_directory import NAME as LOCK
 from sensorium.vocabulary.content import Block, Media, Message, Text, assistant
 from sensorium.vocabulary.decoding import VideoParameters, parameters_to_data
-from sensorium.vocabulary.episode import Episode, Segment, Status, Turn
+from sensorium.vocabulary.episode import Episode, Score, Segment, Status, Turn
 from sensorium.vocabulary.errors import MediaError, RecordError, TaskError
 from sensorium.vocabulary.plain import counted, number_of
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import OBSERVED, RECORDED, EnvironmentSpec, Task
 
 NAMED = re.compile(r"media/([0-9a-f]{64})\.\w+")  # a medium's file

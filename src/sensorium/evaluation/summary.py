@@ -14,9 +14,8 @@ from math import comb, sqrt
 from typing import Any, TypeVar
 
 from sensorium.runs.episodes import messages_to_json
-from sensorium.vocabulary.episode import Episode, Status, category_of
+from sensorium.vocabulary.episode import Episode, Status, by_name, category_of
 from sensorium.vocabulary.metric_names import MOST_CATEGORIES, OTHER_CATEGORIES
-from sensorium.vocabulary.score import by_name
 from sensorium.vocabulary.task import Task
 
 Z95 = 1.959963984540054

@@ -15,8 +15,7 @@ from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import TRAINED, EpisodeCredit, read_credits_of, read_groups_of
 from sensorium.runs.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.content import Message, Text
-from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Turn, category_of
-from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.episode import Episode, Group, Score, Segment, Status, Turn, category_of
 from sensorium.vocabulary.task import Task
 
 Kind = Literal[

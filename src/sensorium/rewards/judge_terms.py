@@ -13,10 +13,9 @@ from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
 from sensorium.rewards.reward_term import RewardContext, last_response, question_messages
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.episode import Episode, Score
 from sensorium.vocabulary.errors import JudgeRefusal, RecipeError, RewardFailure
 from sensorium.vocabulary.plain import strict_json
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 NO_CLIENT = "there is no client of judges here"  # as in ``sensorium validate``, where judges are not asked

@@ -21,7 +21,7 @@ from sensorium.cluster.pool import CallOverdue, Worker, WorkerFailure, WorkerPoo
 from sensorium.data.lru import LRU
 from sensorium.rewards.judges.request import message_contents
 from sensorium.rewards.reward_term import ComparingTerm, FunctionTerm, GroupFunctionTerm, GroupTerm, RewardTerm, Term
-from sensorium.vocabulary.episode import Episode, Group, Segment, Status, Thread, Turn
+from sensorium.vocabulary.episode import Episode, Group, Scope, Score, Segment, Status, Thread, Turn
 from sensorium.vocabulary.errors import (
     JudgeOffline,
     JudgeRefusal,
@@ -32,7 +32,6 @@ from sensorium.vocabulary.errors import (
     WorkGivenUp,
 )
 from sensorium.vocabulary.plain import attempt, number_of, printable, shown, text_of, truth_of, whole_of, words
-from sensorium.vocabulary.score import Scope, Score
 from sensorium.vocabulary.task import Task
 
 Scores = tuple[Score, ...]

@@ -11,9 +11,8 @@ from typing import Any
 
 from sensorium.rewards.equivalence import EquivalencePool
 from sensorium.rewards.reward_term import boxed, expected_answers, given_answer, last_response, tagged
-from sensorium.vocabulary.episode import Episode, Turn
+from sensorium.vocabulary.episode import Episode, Score, Turn
 from sensorium.vocabulary.errors import RecipeError, RewardFailure, TaskError
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 THINK_AND_ANSWER = {"think": 0.25, "answer": 0.75}

@@ -21,9 +21,19 @@ from sensorium.runs.durable import read_rows, rewrite_rows, write_rows
 from sensorium.runs.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.content import USUAL, Media, Message, Text
 from sensorium.vocabulary.decoding import Augmentation, parameters_from, parameters_to_data
-from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Routes, Segment, Status, Thread, Turn, VersionSpan
+from sensorium.vocabulary.episode import (
+    Episode,
+    Group,
+    MediaSpan,
+    Routes,
+    Score,
+    Segment,
+    Status,
+    Thread,
+    Turn,
+    VersionSpan,
+)
 from sensorium.vocabulary.errors import RecordError
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 Json = dict[str, Any]

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sensorium.runs.durable import database_errors
-from sensorium.vocabulary.episode import Group
-from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.episode import Group, Score
 
 State = Literal["planned", "rolled_out", "scored", "trained"]
 

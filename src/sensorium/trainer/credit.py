@@ -18,8 +18,7 @@ from sensorium.learner.credited_episode import Assessment, CreditedEpisode, Crit
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.registry import resolve
 from sensorium.recipe.schema import AdvantageSection, AlgorithmSection, KLSection
-from sensorium.vocabulary.episode import Episode, Group, Segment, Status
-from sensorium.vocabulary.score import Score
+from sensorium.vocabulary.episode import Episode, Group, Score, Segment, Status
 
 UNKNOWN = float("nan")
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from statistics import pvariance
 
 from sensorium.algorithms.advantages import alike
-from sensorium.vocabulary.episode import Episode, Group, Status
-from sensorium.vocabulary.score import unusable
+from sensorium.vocabulary.episode import Episode, Group, Status, unusable
 
 NO_SIGNAL = "dropped: nobody in its group has an advantage (all rewards are the same, or nobody leads)"
 UNUSED = "unused: enough other groups were complete before"

@@ -12,9 +12,8 @@ from sensorium.cluster.pool import WorkerPool
 from sensorium.kernels.first_use import compile_seconds, fallbacks
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.trainer.selection import EMPTY, SET_ASIDE, Selection, masked, zero_variance
-from sensorium.vocabulary.episode import Episode, Group, Status, category_of
+from sensorium.vocabulary.episode import Episode, Group, Status, by_name, category_of
 from sensorium.vocabulary.metric_names import MOST_CATEGORIES, OTHER_CATEGORIES
-from sensorium.vocabulary.score import by_name
 
 
 class Clock:

@@ -2,8 +2,19 @@
 
 from sensorium.vocabulary.content import Block, Media, MediaKind, Message, Role, Text, assistant, system, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
-from sensorium.vocabulary.episode import Episode, Group, MediaSpan, Segment, Status, Thread, Turn
-from sensorium.vocabulary.score import Score, correctness, reward, total
+from sensorium.vocabulary.episode import (
+    Episode,
+    Group,
+    MediaSpan,
+    Score,
+    Segment,
+    Status,
+    Thread,
+    Turn,
+    correctness,
+    reward,
+    total,
+)
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
 __all__ = [

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 
 from sensorium.rewards.reward_term import expected_answers, given_answer
 from sensorium.rewards.terms import alphanumeric, choice_letter, number
-from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.episode import Episode, Score
 from sensorium.vocabulary.errors import RecipeError, TaskError, nearest
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 Verdict = tuple[float, bool | None]  # a value in [0, 1], and right or wrong where that has a meaning

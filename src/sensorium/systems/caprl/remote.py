@@ -30,9 +30,8 @@ from sensorium.rewards.judges.transcripts import TranscriptLine
 from sensorium.rewards.reward_term import RewardContext, last_response
 from sensorium.rewards.scorer import Scores, judgement_keys
 from sensorium.systems.caprl.terms import CaptionJudgement, ReaderAnswer, described, judge_instructions, questions_of
-from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.episode import Episode, Score
 from sensorium.vocabulary.errors import RecipeError, RecordError, RewardFailure, TaskError, nearest
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.secrets import holds_key, masked
 from sensorium.vocabulary.task import Task
 

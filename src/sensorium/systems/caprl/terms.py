@@ -22,9 +22,8 @@ from sensorium.rewards.reward_term import RewardContext, last_response
 from sensorium.systems.caprl.caption_rows import PROMPTS, CaptionQuestion, DrawnQuestion, draws, first_letter, question_of
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.decoding import VideoParameters
-from sensorium.vocabulary.episode import Episode
+from sensorium.vocabulary.episode import Episode, Score
 from sensorium.vocabulary.errors import JudgeFailure, RecipeError, TaskError, nearest
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 QA_VERSION = 1

@@ -25,9 +25,8 @@ from sensorium.runs.episodes import read_groups
 from sensorium.runs.run_directory import RunDirectory, step_of
 from sensorium.systems.taskmem.memory_rows import LONGEST_NAME
 from sensorium.trainer.checkpoint import Checkpoints
-from sensorium.vocabulary.episode import Episode, Group
+from sensorium.vocabulary.episode import Episode, Group, by_name
 from sensorium.vocabulary.errors import RecordError, SensoriumError
-from sensorium.vocabulary.score import by_name
 
 UNSAFE = re.compile(r"[\x00-\x1f\x7f/\\\ud800-\udfff]|%(?=[0-9A-F]{2})")
 

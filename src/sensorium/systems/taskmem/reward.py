@@ -19,9 +19,8 @@ from sensorium.rewards.judges.answer_forms import JsonAnswer, OneOf
 from sensorium.rewards.judges.client import JudgeClient
 from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
 from sensorium.rewards.reward_term import RewardContext
-from sensorium.vocabulary.episode import Episode, Segment
+from sensorium.vocabulary.episode import Episode, Score, Segment
 from sensorium.vocabulary.errors import RecipeError, RewardFailure
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')  # a string of JSON; the first one of a parsed memory is the key

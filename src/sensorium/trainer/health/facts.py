@@ -13,9 +13,8 @@ from sensorium.recipe.schema import Recipe
 from sensorium.rewards.reward_term import ComparingTerm
 from sensorium.rewards.scorer import Scorer
 from sensorium.runs.metrics import SightResult
-from sensorium.vocabulary.episode import Episode, Group, Status
+from sensorium.vocabulary.episode import Episode, Group, Score, Status
 from sensorium.vocabulary.metric_names import REPLACEMENTS
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 Row = Mapping[str, float]

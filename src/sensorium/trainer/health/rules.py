@@ -17,10 +17,9 @@ from sensorium.rewards.reward_term import tagged
 from sensorium.runs.metrics import Finding
 from sensorium.runs.run_directory import step_name
 from sensorium.trainer.health.facts import LEVEL, RECENT, HeldOutResult, StepFacts, lacks_answer, was_judged
-from sensorium.vocabulary.episode import Episode, Status
+from sensorium.vocabulary.episode import Episode, Score, Status
 from sensorium.vocabulary.metric_names import REPLACEMENTS
 from sensorium.vocabulary.plain import counted
-from sensorium.vocabulary.score import Score
 from sensorium.vocabulary.task import Task
 
 LARGEST_RATE = 0.05
