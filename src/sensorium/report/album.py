@@ -57,11 +57,14 @@ def _player(store: MediaStore, media: Media, embed: bool) -> str:  # plays the p
     )
 
 
-def _strip_of(video: DecodedVideo) -> tuple[Image.Image, list[int]]:  # some frames side by side, and which they are
-    shown = [round(i) for i in np.linspace(0, len(video.frames) - 1, min(FRAMES, len(video.frames)))]
+def strip_of(
+    video: DecodedVideo, most: int = FRAMES, size: tuple[int, int] = (FRAME_WIDTH, FRAME_HEIGHT)
+) -> tuple[Image.Image, list[int]]:
+    """Some frames side by side, at most so many and so large, and which they are."""
+    shown = [round(i) for i in np.linspace(0, len(video.frames) - 1, min(most, len(video.frames)))]
     pictures = [Image.fromarray(video.frames[i]) for i in shown]
     for picture in pictures:
-        picture.thumbnail((FRAME_WIDTH, FRAME_HEIGHT))
+        picture.thumbnail(size)
     width, height = pictures[0].size
     strip = Image.new("RGB", (width * len(pictures), height))
     for place, picture in enumerate(pictures):
@@ -85,9 +88,14 @@ def _strip_figure(id: str, size: tuple[int, int], shown: Sequence[int], video: D
     return f'<div class="strip">{frames}</div>'
 
 
+def loudness(sound: DecodedAudio, bars: int) -> list[float]:
+    """The loudest sample of each of so many equal stretches."""
+    parts = np.array_split(np.abs(sound.samples), min(bars, len(sound.samples)))
+    return [float(part.max()) for part in parts]
+
+
 def _wave_figure(sound: DecodedAudio) -> str:
-    parts = np.array_split(np.abs(sound.samples), min(BARS, len(sound.samples)))
-    loud = [float(part.max()) for part in parts]
+    loud = loudness(sound, BARS)
     most = max(max(loud), 1e-6)
     bars = "".join(
         f"M{4 * place + 2} {BAR_HEIGHT / 2 * (1 - level / most):.1f}V{BAR_HEIGHT / 2 * (1 + level / most):.1f}"
@@ -136,8 +144,7 @@ class Album:
 
     def learn(self, episode: Episode) -> None:
         """Note the decoding parameters of an episode's clips, as its model's family completed them."""
-        spans = (span for thread in episode.threads for segment in thread.segments for span in segment.media)
-        self._seen |= {_asked(span.media): span.media for span in spans if span.media.kind == "video"}
+        self._seen |= given_clips(episode)
 
     def show(self, media: Media) -> str:
         """The element that shows a medium, or says why it is not shown."""
@@ -188,7 +195,7 @@ class Album:
         else:
             shown = _absent(media, NO_ROOM)
         if media not in self._given:
-            seen = self._seen.get(_asked(media), media)
+            seen = self._seen.get(asked(media), media)
             self._given[media] = "".join(self._as_given(part) for part in seen.parts)
         return f'<figure class="clip {media.kind}">{shown}{self._given[media]}</figure>'
 
@@ -205,7 +212,7 @@ class Album:
         if isinstance(clip, DecodedAudio):
             return _wave_figure(clip) + _caption(media, clip, 0)
         assert isinstance(clip, DecodedVideo), "pictures are shown as they are"
-        strip, shown = _strip_of(clip)
+        strip, shown = strip_of(clip)
         id = f"s{media.key}"
         if not self._defined(id, _jpeg_uri(strip, 80), *strip.size):
             return _caption(media, clip, 0)
@@ -219,11 +226,18 @@ class Album:
         return True
 
 
-def _asked(media: Media) -> tuple[Any, ...]:
-    asked = media.parameters
-    if not isinstance(asked, VideoParameters):
+def given_clips(episode: Episode) -> dict[tuple[Any, ...], Media]:
+    """The videos of an episode by what was asked for, with the parameters that the model's family completed."""
+    spans = (span for thread in episode.threads for segment in thread.segments for span in segment.media)
+    return {asked(span.media): span.media for span in spans if span.media.kind == "video"}
+
+
+def asked(media: Media) -> tuple[Any, ...]:
+    """What is asked for of a medium, whatever a family completes."""
+    wanted = media.parameters
+    if not isinstance(wanted, VideoParameters):
         return (media,)
-    part = (asked.frames, asked.fps, asked.start, asked.end, asked.max_frames, asked.use_audio_in_video)
+    part = (wanted.frames, wanted.fps, wanted.start, wanted.end, wanted.max_frames, wanted.use_audio_in_video)
     return (media.hash, media.augmentation, *part)
 
 

@@ -1,7 +1,6 @@
 """Cards of the report: a task before and after training, a group with its attempts; and the first group as text."""
 
 import re
-from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,12 +166,9 @@ def _score_text(score: Score) -> str:
 
 def tinted(response: Segment, advantages: Sequence[float], marked: Callable[[str], str], limit: int) -> str:
     """The text of a response with its tokens tinted by their advantages (above 0 green), cut at ``limit`` characters."""
-    data, start, left, parts = response.text.encode(), 0, limit, []
-    decoder = getincrementaldecoder("utf-8")(errors="replace")  # a character of several tokens is shown with its last
-    for value, run in groupby(zip(response.byte_ends, advantages, strict=False), key=lambda token: token[1]):
-        end = [stop for stop, _ in run][-1]
-        text = decoder.decode(data[start:end])
-        start = end
+    left, parts = limit, []
+    for value, run in groupby(zip(response.token_texts(), advantages, strict=False), key=lambda token: token[1]):
+        text = "".join(text for text, _ in run)
         if text and left > 0:
             parts.append(f"<span {_tint(value)}>{marked(text[:left])}</span>")
         left -= len(text)

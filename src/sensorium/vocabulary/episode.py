@@ -7,6 +7,7 @@ in one step, with an explicit id; nothing is aligned by position. A
 """
 
 import hashlib
+from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -163,6 +164,15 @@ class Segment:
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Which weights wrote which tokens."""
         return self.versions or (VersionSpan(self.policy_version, 0, len(self.tokens)),)
+
+    def token_texts(self) -> list[str]:
+        """The text of each token; a character of several tokens is that of its last."""
+        data, start, texts = self.text.encode(), 0, []
+        decoder = getincrementaldecoder("utf-8")(errors="replace")
+        for end in self.byte_ends:
+            texts.append(decoder.decode(data[start:end]))
+            start = end
+        return texts
 
     def tokens_in(self, start: int, end: int) -> range:
         """Token indices of a byte range; a token that straddles an edge belongs to the span it ends in."""

@@ -1,0 +1,225 @@
+"""The runs that are looked at: which there are, how each does, its curves, and in what their recipes differ."""
+
+import hashlib
+import json
+import os
+import re
+import socket
+import threading
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sensorium.recipe.yaml import read_yaml, value_text, write_yaml
+from sensorium.report.charts import Series, line_chart
+from sensorium.runs.metrics import read_health
+from sensorium.runs.process_table import alive, read_processes
+from sensorium.runs.run_directory import RunDirectory, last_holder
+from sensorium.view.index import EpisodeIndex
+from sensorium.vocabulary.errors import RecordError, SensoriumError
+from sensorium.vocabulary.plain import differences
+from sensorium.vocabulary.secrets import without_keys
+
+Json = dict[str, Any]
+DEPTH = 3  # folders below one that was given in which runs are looked for
+MOST_RUNS = 500
+COLOURS = (0, 2, 3, 4, 5, 1)  # of the charts' six
+CURVES = ("reward/mean", "accuracy", "eval/accuracy", "eval/reward")  # shown first
+UNINTERESTING = ("name", "run_dir")  # keys of recipes in which runs always differ
+
+
+class Curves:
+    """The columns of a run's metrics.jsonl; ``update`` reads what was written since, or a rewritten file from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: dict[str, tuple[array[float], array[float]]] = {}
+        self.last: Json = {}
+        self.problem = ""
+        self._inode, self._read = 0, 0
+        self._lock = threading.Lock()
+
+    def update(self) -> "Curves":
+        """Read new rows. A damaged row is left out and named in ``problem``."""
+        with self._lock, suppress(FileNotFoundError), self.path.open("rb") as file:
+            state = os.fstat(file.fileno())
+            if state.st_ino != self._inode or state.st_size < self._read:
+                self.columns, self.last, self.problem, self._inode, self._read = {}, {}, "", state.st_ino, 0
+            file.seek(self._read)
+            while (line := file.readline()).endswith(b"\n"):
+                try:
+                    self._add(json.loads(line))
+                except (ValueError, TypeError, AttributeError, KeyError):
+                    self.problem = f"{self.path.name}: the row at byte {self._read:,} cannot be read and is left out"
+                self._read += len(line)
+        return self
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        step = float(row["step"])
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "step":
+                steps, values = self.columns.setdefault(name, (array("d"), array("d")))
+                steps.append(step)
+                values.append(float(value))
+        self.last = {"step": row["step"], **{name: row[name] for name in (*CURVES, "time/step_s") if name in row}}
+
+    def series(self, name: str, metric: str, colour: int) -> Series:
+        """A metric as a curve."""
+        with self._lock:
+            points = tuple(zip(*self.columns.get(metric, ((), ())), strict=True))
+        return Series(name, points, colour, marks=metric.startswith("eval/") and len(points) < 40)
+
+
+class ViewedRun:
+    """One run: its id in addresses, its name in lists, and what is read of it."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.directory, self.name = RunDirectory(path), name
+        self.id = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
+        self.index = EpisodeIndex(self.directory)
+        self.curves = Curves(self.directory.metrics)
+
+    def recipe(self) -> Json:
+        """The recipe, without keys of services; empty where it cannot be read."""
+        with suppress(OSError, SensoriumError):
+            recipe, _ = read_yaml(self.directory.recipe.read_text(), str(self.directory.recipe))
+            if isinstance(recipe, dict):
+                return dict(without_keys(recipe))
+        return {}
+
+    def summary(self) -> Json:
+        """A line of the list of runs."""
+        recipe, curves = self.recipe(), self.curves.update()
+        planned = _whole(recipe.get("steps")) + _whole((recipe.get("warm_start") or {}).get("steps"))
+        step = _whole(curves.last.get("step"))
+        state, words = run_state(self.directory.path, step, planned)
+        try:
+            lasting = [notice for notice in read_health(self.directory.health).last() if notice.state != "ended"]
+            findings = [{"rule": n.rule, "grave": n.grave, "text": n.text, "step": n.step} for n in lasting]
+        except (SensoriumError, KeyError, TypeError) as error:
+            findings = [{"rule": "health.jsonl", "grave": False, "text": str(error), "step": 0}]
+        return {
+            "id": self.id,
+            "name": self.name,
+            "state": state,
+            "words": words,
+            "step": step,
+            "steps": planned,
+            "health": "grave" if any(one["grave"] for one in findings) else "caution" if findings else "well",
+            "findings": findings,
+            "last": curves.last,
+            "model": str((recipe.get("model") or {}).get("path", "")),
+            "problem": curves.problem,
+            "written": _changed(self.directory.metrics) or _changed(self.directory.recipe),
+        }
+
+    def details(self) -> Json:
+        """All but the episodes: summary, recipe, evaluations, names of metrics."""
+        try:
+            evaluations = [
+                {key: one.get(key) for key in ("step", "name", "accuracy", "reward", "interval", "tasks")}
+                for one in self.directory.summaries()
+            ]
+        except RecordError as error:
+            evaluations = [{"problem": str(error)}]
+        names = sorted(self.curves.columns)
+        summary = self.summary()
+        shown = [name for name in CURVES if name in self.curves.columns]
+        shown += [name for name in names if name.startswith("reward/") and name not in shown]
+        return summary | {
+            "recipe": write_yaml(self.recipe()),
+            "evaluations": evaluations,
+            "metrics": [*shown, *(name for name in names if name not in shown)],
+        }
+
+    def glance(self) -> Json:
+        """What tells a page to ask again: it changes when the run has written something, or has ended."""
+        stamps = [_changed(path) for path in (self.directory.metrics, self.directory.health, self.directory.eval)]
+        holder = last_holder(self.directory.path)
+        return {"stamps": stamps, "alive": holder is not None and _may_live(holder)}
+
+
+def run_state(path: Path, step: int, planned: int) -> tuple[str, str]:
+    """Whether a run goes on, as one word of a few, and in words."""
+    holder = last_holder(path)
+    with suppress(RecordError):
+        processes = read_processes(path)
+        if processes is not None and processes.end is not None and holder is None:
+            cause = f": {processes.end.cause}" if processes.end.cause else ""
+            return processes.end.how, f"{processes.end.how}{cause}"
+    if holder is not None:
+        if holder[1] != socket.gethostname():
+            return "running", f"held by process {holder[0]} on {holder[1]}, which is not seen from here"
+        if alive(holder[0]):
+            return "running", f"process {holder[0]}"
+        return "killed", f"its process, {holder[0]}, is gone and did not record how the run ended"
+    if planned and step >= planned:
+        return "finished", "made its last step"
+    return "stopped", "stopped before its last step" if planned else "over"
+
+
+def find_runs(places: Sequence[Path]) -> list[ViewedRun]:
+    """The runs in these folders, and in the folders below them; refused if a place is no folder."""
+    found: dict[str, ViewedRun] = {}
+    for place in places:
+        if not place.is_dir():
+            raise RecordError(f"'{place}' is no folder: give a run (runs/NAME), or a folder of runs.")
+        for path in _runs_below(place, DEPTH):
+            name = path.name if path == place else str(path.relative_to(place))
+            run = ViewedRun(path, name)
+            found.setdefault(run.id, run)
+            if len(found) == MOST_RUNS:
+                return list(found.values())
+    return list(found.values())
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "recipe.yaml").exists():
+        yield folder
+    elif depth:
+        with suppress(OSError):
+            for path in sorted(folder.iterdir()):
+                if path.is_dir() and not path.name.startswith("."):
+                    yield from _runs_below(path, depth - 1)
+
+
+def charts(runs: Sequence[ViewedRun], metrics: Sequence[str]) -> list[str]:
+    """Charts of these metrics as SVG, the runs' curves in one."""
+    drawn = []
+    for metric in metrics:
+        named = [(run.name if len(runs) > 1 else metric, run) for run in runs[: len(COLOURS)]]
+        series = [run.curves.update().series(name, metric, COLOURS[i]) for i, (name, run) in enumerate(named)]
+        drawn.append(line_chart(metric, series))
+    return [chart for chart in drawn if chart]
+
+
+def recipe_differences(runs: Sequence[ViewedRun]) -> list[Json]:
+    """The keys of the recipes in which these runs differ, with the value of each run."""
+    recipes = [run.recipe() for run in runs]
+    keys: dict[str, None] = {}
+    for other in recipes[1:]:
+        keys |= dict.fromkeys(key for key, _, _ in differences(recipes[0], other))
+    shown = [key for key in keys if key not in UNINTERESTING]
+    return [{"key": key, "values": [_at(recipe, key) for recipe in recipes]} for key in shown]
+
+
+def _at(recipe: Any, key: str) -> str:
+    for part in re.split(r"\.", key):
+        recipe = recipe.get(part) if isinstance(recipe, Mapping) else None
+    return "" if recipe is None else value_text(recipe)
+
+
+def _changed(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime_ns / 1e9
+    return 0.0
+
+
+def _may_live(holder: tuple[int, str]) -> bool:
+    return holder[1] != socket.gethostname() or alive(holder[0])
+
+
+def _whole(value: Any) -> int:
+    return int(value) if isinstance(value, int | float) else 0

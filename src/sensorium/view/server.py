@@ -1,0 +1,347 @@
+"""The page that ``sensorium view`` serves: its address has a token, and it answers this machine's browsers alone.
+
+Refused before anything is read: a Host that is not loopback's (a rebound name), an Origin or Sec-Fetch-Site of another
+site, a path that does not begin with the token (as any unknown path: 404), any method but GET and HEAD. Every name in a
+query is looked up among the runs and their indexed episodes, so no path is made of what was sent. Under the content
+security policy of all that is served, markup of an episode could run and load nothing, should it ever reach the page as
+such.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic_core import to_json
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sensorium.services.application import foreign
+from sensorium.view.episode import RunMedia, episode_page, medium_of
+from sensorium.view.index import EpisodeIndex, Search
+from sensorium.view.runs import COLOURS, ViewedRun, charts, find_runs, recipe_differences
+from sensorium.vocabulary.content import Media
+from sensorium.vocabulary.errors import SensoriumError
+
+EVERY_S = 1.0  # between looks at a run that is followed
+BEAT_S = 15.0  # between lines of a stream on which nothing happens, so that a closed page is noticed
+MOST_STREAMS, MOST_DECODINGS, MOST_OPEN = 32, 2, 4
+LONGEST_LIST = 40  # metrics of a request for charts
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+KEPT = {"Cache-Control": "private, max-age=86400, immutable"}  # of what is named by its content's hash
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+ASSETS = ("view", "report")
+
+Json = dict[str, Any]
+
+
+class _Asked(Search, frozen=True, extra="forbid"):
+    """A search, and the run that it is of."""
+
+    run: str
+
+
+class Gate:
+    """Refuses what does not come from this page, and removes the token from the path of what does."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a WebSocket is closed before it is accepted
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers, bound = Headers(scope=scope), str((scope.get("server") or ("",))[0])
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    given.setdefault(name, value)
+            await send(message)
+
+        _, given, rest = (*scope["path"].split("/", 2), "", "")[:3]
+        site, mode = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode", "navigate")
+        refusal: Response | None = None
+        if foreign(headers.getlist("host"), headers.getlist("origin"), bound, "", ()) or not headers.getlist("host"):
+            refusal = PlainTextResponse("The Host or the Origin is not this page's.\n", 403)
+        elif site not in ("none", "same-origin") and mode != "navigate":
+            refusal = PlainTextResponse("Another site asks.\n", 403)
+        elif not hmac.compare_digest(given.encode(), self.token.encode()):
+            refusal = PlainTextResponse("Nothing is here. The address that 'sensorium view' printed has a token.\n", 404)
+        elif scope["method"] not in ("GET", "HEAD"):
+            refusal = PlainTextResponse("Only GET and HEAD.\n", 405, {"Allow": "GET, HEAD"})
+        if refusal is not None:
+            await refusal(scope, receive, guarded)
+            return
+        inner: Scope = {**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}
+        await self.app(inner, receive, guarded)
+
+
+class Viewer:
+    """The runs that are served, what is open of them, and one thread that indexes."""
+
+    def __init__(self, places: list[Path]) -> None:
+        self.places = places
+        self.runs: dict[str, ViewedRun] = {}
+        self.streams = 0
+        self.closed = threading.Event()
+        self._media: dict[str, RunMedia] = {}
+        self._lock = threading.Lock()
+        self._waiting: set[str] = set()
+        self._indexing = ThreadPoolExecutor(1, thread_name_prefix="index")
+        self.look()
+
+    def look(self) -> list[ViewedRun]:
+        """The runs that there are now, the last written first."""
+        found = {run.id: run for run in find_runs(self.places)}
+        with self._lock:
+            self.runs = {id: self.runs.get(id, run) for id, run in found.items()}
+            return list(self.runs.values())
+
+    def run(self, id: str) -> ViewedRun:
+        """A run by its id."""
+        run = self.runs.get(id)
+        if run is None:
+            raise HTTPException(404, "there is no such run here (any more)")
+        return run
+
+    def several(self, ids: str) -> list[ViewedRun]:
+        """The runs of a list of ids, as many as a chart has colours."""
+        return [self.run(id) for id in dict.fromkeys(ids.split(","))][: len(COLOURS)]
+
+    def index(self, run: ViewedRun) -> EpisodeIndex:
+        """A run's index, which is brought up to date by the thread that indexes."""
+        with self._lock:
+            if run.id not in self._waiting and not self.closed.is_set():
+                self._waiting.add(run.id)
+                self._indexing.submit(self._indexed, run)
+        return run.index
+
+    def _indexed(self, run: ViewedRun) -> None:
+        try:
+            run.index.update(self.closed.is_set)
+        except SensoriumError as error:
+            run.index.problem = str(error)
+        finally:
+            with self._lock:
+                self._waiting.discard(run.id)
+
+    def row(self, run: str, file: str, id: str) -> tuple[ViewedRun, Json]:
+        """A run and the log row of one of its episodes."""
+        found = self.run(run)
+        row = found.index.row(file, id)
+        if row is None:
+            raise HTTPException(404, "there is no such episode (any more): the run may keep only a part of its logs")
+        return found, row
+
+    def media(self, run: ViewedRun) -> RunMedia:
+        """The media of a run; those of a few runs are open at once."""
+        with self._lock:
+            if run.id not in self._media:
+                if not run.directory.media.is_dir():
+                    raise HTTPException(404, "the run has no media")
+                while len(self._media) >= MOST_OPEN:
+                    self._media.pop(next(iter(self._media)))  # not closed: a request may use it
+                self._media[run.id] = RunMedia(run.directory)
+            return self._media[run.id]
+
+    def close(self) -> None:
+        """End indexing, between two batches, and decoding."""
+        self.closed.set()
+        self._indexing.shutdown(cancel_futures=True)
+        for media in self._media.values():
+            media.close()
+
+
+def new_token() -> str:
+    """A token that nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
+def _reply(data: Json, status: int = 200) -> Response:
+    return Response(to_json(data, inf_nan_mode="strings", fallback=str), status, media_type="application/json")
+
+
+def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S) -> FastAPI:
+    """The application, which answers below ``/TOKEN/``."""
+    viewer, decoding = Viewer(list(places)), threading.BoundedSemaphore(MOST_DECODINGS)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            viewer.close()
+
+    app = FastAPI(title="Sensorium view", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(Gate, token=token)
+    assets = {
+        f"{folder}/{file.name}": file for folder in ASSETS for file in (files("sensorium") / "assets" / folder).iterdir()
+    }
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return _reply({"problem": str(error.detail)}, error.status_code)
+
+    @app.exception_handler(SensoriumError)
+    async def failed(request: Request, error: SensoriumError) -> Response:
+        return _reply({"problem": str(error)}, 422)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _reply({"problem": f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}"}, 400)
+
+    @app.get("/")
+    def page() -> Response:
+        return asset("view/index.html")
+
+    @app.get("/assets/{folder}/{name}")
+    def stored(folder: str, name: str) -> Response:
+        return asset(f"{folder}/{name}")
+
+    def asset(name: str) -> Response:
+        found, kind = assets.get(name), TYPES.get(Path(name).suffix)
+        if found is None or kind is None:
+            raise HTTPException(404, "there is no such file")
+        return Response(found.read_bytes(), media_type=kind)
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        found = [run.summary() for run in viewer.look()]
+        return _reply({"runs": sorted(found, key=lambda run: -run["written"]), "places": [str(p) for p in viewer.places]})
+
+    @app.get("/api/run")
+    def one_run(run: str) -> Response:
+        found = viewer.run(run)
+        return _reply(found.details() | {"episodes": viewer.index(found).facets()})
+
+    @app.get("/api/charts")
+    def drawn(runs: str, metrics: str) -> Response:
+        return _reply({"charts": charts(viewer.several(runs), metrics.split(",")[:LONGEST_LIST])})
+
+    @app.get("/api/differences")
+    def compared(runs: str) -> Response:
+        found = viewer.several(runs)
+        return _reply({"runs": [run.name for run in found], "keys": recipe_differences(found)})
+
+    @app.get("/api/episodes")
+    def episodes(asked: Annotated[_Asked, Query()]) -> Response:
+        found = viewer.index(viewer.run(asked.run))
+        return _reply(found.search(Search(**asked.model_dump(exclude={"run"}))) | {"busy": found.busy})
+
+    @app.get("/api/episode")
+    def episode(run: str, file: str, id: str) -> Response:
+        found, row = viewer.row(run, file, id)
+        attempts, others = found.index.related(file, id)
+        return _reply(episode_page(found.directory, row) | {"file": file, "attempts": attempts, "others": others})
+
+    @app.get("/api/thumb")
+    def thumb(run: str, file: str, id: str) -> Response:
+        found = viewer.run(run)
+        digest = found.index.picture(file, id)
+        if not digest:
+            raise HTTPException(404, "the episode showed no picture")
+        return decoded(lambda: viewer.media(found).picture(Media("picture", digest), 96))
+
+    @app.get("/api/medium")
+    def medium(run: str, file: str, id: str, n: int) -> Response:
+        found, row = viewer.row(run, file, id)
+        media, opened = medium_of(row, n), viewer.media(found)
+        if media.kind == "picture":
+            return decoded(lambda: opened.picture(media))
+        path, kind = opened.file_of(media.hash, media.kind)
+        if kind.partition("/")[0] not in ("image", "video", "audio"):
+            raise HTTPException(415, f"a file of type {kind} is not shown")
+        return FileResponse(path, media_type=kind, headers=KEPT)
+
+    @app.get("/api/given")
+    def given(run: str, file: str, id: str, n: int) -> Response:
+        found, row = viewer.row(run, file, id)
+        with decoding:
+            return _reply({"parts": viewer.media(found).given(medium_of(row, n))})
+
+    @app.get("/api/strip")
+    def strip(run: str, file: str, id: str, n: int) -> Response:
+        found, row = viewer.row(run, file, id)
+        return decoded(lambda: (viewer.media(found).strip(medium_of(row, n)), "image/jpeg"))
+
+    @app.get("/api/heard")
+    def heard(run: str, file: str, id: str, n: int) -> Response:
+        found, row = viewer.row(run, file, id)
+        return decoded(lambda: (viewer.media(found).heard(medium_of(row, n)), "audio/wav"))
+
+    @app.get("/api/film")
+    def film(run: str, file: str, id: str) -> Response:
+        found, row = viewer.row(run, file, id)
+        name = "".join(c if c.isalnum() else "_" for c in id)[:80]
+        return decoded(lambda: (viewer.media(found).film(row), "image/gif"), f"{name}.gif")
+
+    def decoded(made: Callable[[], tuple[bytes, str]], name: str = "") -> Response:
+        with decoding:
+            content, kind = made()
+        extra = {"Content-Disposition": f'attachment; filename="{name}"'} if name else {}
+        return Response(content, media_type=kind, headers=KEPT | extra)
+
+    @app.get("/api/events")
+    async def events(run: str = "") -> Response:
+        """Server-sent events: of a run when it has written something, or its index grew; of all runs without one."""
+        followed = viewer.run(run) if run else None
+        pause = every_s if run else 3 * every_s
+        if viewer.streams >= MOST_STREAMS:
+            raise HTTPException(503, f"{MOST_STREAMS} pages follow runs already: close some")
+
+        def glance() -> Json:
+            if followed is None:
+                return {"runs": [{"id": one.id, **one.glance()} for one in viewer.look()]}
+            index = viewer.index(followed)
+            return followed.glance() | {"indexed": index.indexed(), "busy": index.busy, "problem": index.problem}
+
+        async def lines() -> AsyncIterator[str]:
+            viewer.streams += 1
+            try:
+                before, waited = None, 0.0
+                while not viewer.closed.is_set():
+                    now = await asyncio.to_thread(glance)
+                    if now != before:
+                        yield f"data: {json.dumps(now)}\n\n"
+                        before, waited = now, 0.0
+                    elif waited >= BEAT_S:
+                        yield ": nothing new\n\n"
+                        waited = 0.0
+                    await asyncio.sleep(pause)
+                    waited += pause
+            finally:
+                viewer.streams -= 1
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    return app
