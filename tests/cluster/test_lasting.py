@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sensorium.cluster import event_loop
-from sensorium.cluster.event_loop import lasting_objects, set_aside, set_aside_more
+from sensorium.cluster.event_loop import USUAL, collect_rarely, lasting_objects, set_aside, set_aside_more
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,9 @@ def nothing_aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = gc.get_freeze_count()
     gc.unfreeze()
     monkeypatch.setattr(event_loop, "_excluded_by", "nobody")
+    threshold = gc.get_threshold()
     yield
+    gc.set_threshold(*threshold)
     gc.unfreeze()
     if before:
         gc.collect()
@@ -52,3 +54,10 @@ def test_garbage_is_removed_first_and_later_garbage_is_collected() -> None:
     kept = [[] for _ in range(1000)]  # type: ignore[var-annotated]
     set_aside_more()
     assert gc.get_freeze_count() >= aside + len(kept)
+
+
+def test_garbage_is_collected_rarely_only_until_the_work_begins() -> None:
+    collect_rarely()
+    assert gc.get_threshold() > USUAL
+    assert set_aside()
+    assert gc.get_threshold() == USUAL

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sensorium import __version__
-from sensorium.cluster.event_loop import interrupt_here
+from sensorium.cluster.event_loop import collect_rarely, interrupt_here
 from sensorium.cluster.python_process import end_with_parent
 from sensorium.recipe.registry import import_system
 from sensorium.report.terminal import Terminal, guard_streams
@@ -135,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> None:
     """The program: run the command of the arguments and end the process with its exit code."""
     end_with_parent()
+    collect_rarely()
     guard_streams()
     warnings.formatwarning = warning_text
     code = main()

@@ -23,7 +23,7 @@ LIBRARIES: list[Any] = []  # kept: schemas live as long as the object that decla
 
 
 class ImportHook(MetaPathFinder):
-    """Finds a package where Python does, and calls ``before`` with its folders, or ``after``, when it is executed."""
+    """Finds a package where Python does; calls ``before`` with its folders, and ``after`` however executing it ended."""
 
     def __init__(
         self, package: str, before: Callable[[list[str]], None] | None = None, after: Callable[[], None] | None = None
@@ -40,9 +40,11 @@ class ImportHook(MetaPathFinder):
         def execute_with_calls(module: ModuleType) -> None:
             if self._before is not None:
                 self._before(folders)
-            execute(module)
-            if self._after is not None:
-                self._after()
+            try:
+                execute(module)
+            finally:
+                if self._after is not None:
+                    self._after()
 
         spec.loader.exec_module = execute_with_calls  # type: ignore[method-assign]
         return spec
