@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
-    """A store of media with the recipe's limits."""
     section = recipe.media
     limits = MediaLimits(section.max_pixels, section.max_file_mib, section.max_clip_s, section.max_clip_mib)
     return MediaStore(folder, limits=limits)

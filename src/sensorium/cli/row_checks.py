@@ -81,7 +81,6 @@ class WrittenAnswers:
         self.whole = all(not asks_others(term) or not weight for term, weight in scorer.terms)  # the reward is known
 
     def with_terms(self, terms: tuple[tuple[Term, float], ...]) -> "WrittenAnswers":
-        """The same by other terms."""
         other = copy.copy(self)
         other.scorer = copy.copy(self.scorer)
         other.scorer.terms = terms

@@ -33,7 +33,6 @@ class SocketFrames:
         self._connection = connection
 
     def send(self, body: bytes, limit_s: float | None = None) -> None:
-        """Send a length and a body."""
         self._connection.settimeout(limit_s)
         self._connection.sendall(LENGTH.pack(len(body)) + body)
 

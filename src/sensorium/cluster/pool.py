@@ -171,7 +171,6 @@ class CallCounters:
     most_callers: int = 0
 
     def add(self, waited_s: float, ran_s: float) -> None:
-        """Count a call."""
         self.calls += 1
         self.ran_s += ran_s
         self.ran_most_s = max(self.ran_most_s, ran_s)

@@ -93,7 +93,6 @@ class EnvironmentTasks:
         return len(self.seeds)
 
     def id_of(self, index: int) -> str:
-        """The id of a task."""
         at_level = f"level{self._level(index) + 1}-" if self.levels else ""
         return f"{self.name}-{self.split}-{at_level}{self.seeds[index]}"
 

@@ -289,7 +289,6 @@ class TaskRows:
         return list(known)
 
     def task(self, row: Mapping[str, Any], name: str, place: Place) -> Task:
-        """The task of one row."""
         row = {key: value for key, value in row.items() if value is not None}
         for key in row:
             if key not in FIELDS:
@@ -377,7 +376,6 @@ class FlatRows:
         return sorted(wanted)
 
     def task(self, row: Mapping[str, Any], name: str, place: Place) -> Task:
-        """The task of one row."""
         parts = {part: _reach(row, path, place) for part, path in self.columns.items()}
         _check_texts([parts.get(part) for part in ("id", "answer", "demonstration", "category", "type")], place)
         media = {kind: self._media(part, kind, parts, place) for part, kind in MEDIA.items() if part in self.columns}

@@ -88,7 +88,6 @@ class Described:
 
 
 def describe(tensors: Mapping[str, Tensor]) -> list[Described]:
-    """The descriptions of tensors."""
     return [Described(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors.items()]
 
 

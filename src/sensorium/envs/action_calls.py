@@ -152,7 +152,6 @@ class Signature:
         return f"{self}, where {'; '.join(parts)}" if parts else self.name
 
     def write(self, call: Call) -> str:
-        """A call as it is written."""
         written = ", ".join(parameter.write(call.arguments[parameter.name]) for parameter in self.parameters)
         return f"{self.name}({written})" if self.parameters else self.name
 

@@ -136,7 +136,6 @@ class ActionGrammar:
         return (self.signatures[0].call([0.5] * len(self.signatures[0].parameters)) if self.signatures else 0,)
 
     def any_action(self, chance: random.Random) -> Any:
-        """An action at random."""
         number = chance.randrange(len(self.names))
         return self.signatures[number].random(chance) if self.signatures else number
 

@@ -61,7 +61,6 @@ class ToolResult:
 
     @property
     def text(self) -> str:
-        """The text blocks joined."""
         return "".join(block.text for block in self.content if isinstance(block, Text))
 
 

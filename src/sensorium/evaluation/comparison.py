@@ -87,7 +87,6 @@ class Side:
     members: tuple[Measured, ...]
 
     def tasks(self) -> Tasks:
-        """The samples of all members by task."""
         together: Tasks = {}
         for member in self.members:
             for name, samples in _named(member.samples).items():

@@ -191,7 +191,6 @@ class EvaluationFolder:
             raise RecordError(f"'{self.samples}' is damaged: a line is no sample ({error!r}). {WAY_OUT}") from error
 
     def finish(self, summary: Mapping[str, Any], table: str) -> None:
-        """Write table and summary."""
         write_whole(self.table, table)
         write_whole(self.summary, json.dumps(summary, indent=1) + "\n")
 

@@ -202,7 +202,6 @@ class Experiment:
 
     @property
     def left(self) -> list[PlannedRun]:
-        """The runs that are not over."""
         return [run for run in self.runs if not run.over]
 
     def directory(self, run: PlannedRun) -> RunDirectory:

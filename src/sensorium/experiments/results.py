@@ -193,7 +193,6 @@ def write_results(experiment: Experiment) -> Results:
 
 
 def page(results: Results) -> str:
-    """The page."""
     shown = [one["name"] for one in results.settings if one["name"] in results.curves][: len(COLOURS)]
     seeds = sorted({run["seed"] for run in results.runs})
     finished = sum(run["state"] == "finished" for run in results.runs)

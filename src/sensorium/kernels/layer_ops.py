@@ -169,7 +169,6 @@ class AdaptedLinear(nn.Linear):
         return self.weight, self.bias, a_RI.to(self.weight.dtype), (b_OR * scale).to(self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product."""
         result: Tensor = Product.apply(x, *self.factors(), False)
         return result
 

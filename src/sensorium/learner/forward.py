@@ -322,7 +322,6 @@ class UpdateFeatures:
             self._features |= {item: self._held(item, features) for item, features in others.items()}
 
     def placements(self, microbatch: MicroBatch) -> list[Placement]:
-        """Where a micro-batch takes features."""
         return [
             slot.place(self._features[slot.media], self._taken[slot.media])
             if isinstance(slot, SlotShare)

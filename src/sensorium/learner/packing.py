@@ -501,7 +501,6 @@ class _Row:
     def microbatch(
         self, attention: TreeAttention | LevelAttention | SharedAttention, device: torch.device, silent: bool
     ) -> MicroBatch:
-        """The micro-batch on its device."""
         named = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         tensors = {name: torch.from_numpy(value).to(device) for name, value in named.items()}
         return MicroBatch(attention=attention, slots=self.slots, silent=silent, **tensors)

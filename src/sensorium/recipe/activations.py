@@ -195,7 +195,6 @@ def _tower_is_trained(recipe: Recipe, shape: ModelShape) -> bool:
 
 
 def longest_prompt(recipe: Recipe) -> int:
-    """Tokens of a prompt at most."""
     return recipe.rollout.max_context_tokens - recipe.rollout.max_new_tokens
 
 

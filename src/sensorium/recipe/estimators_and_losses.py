@@ -88,7 +88,6 @@ LOSSES: dict[str, LossTraits] = {
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """The traits of a named estimator."""
     return ESTIMATORS.get(name, EstimatorTraits())
 
 
@@ -98,5 +97,4 @@ def loss_takes(name: str, setting: str) -> bool:
 
 
 def loss_traits(name: str) -> LossTraits:
-    """The traits of a named loss."""
     return LOSSES.get(name, LossTraits())

@@ -40,7 +40,6 @@ def needed(client: JudgeClient | None, name: str) -> JudgeClient:
 
 
 def question_text(task: Task, episode: Episode) -> str:
-    """The text of the question."""
     return "\n".join(message.text for message in question_messages(task, episode))
 
 

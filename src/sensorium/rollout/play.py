@@ -492,7 +492,6 @@ class _Play:
         return self.so_far(status, printable(failure))
 
     def so_far(self, status: Status, failure: str) -> Episode:
-        """The episode with the turns that were played."""
         threads = self.builder.threads() if self.builder else ()
         turns, info = tuple(self.turns), dict(self.info)
         head = self.builder.head if self.builder and self.task.environment else ()  # a question's is in its task

@@ -154,7 +154,6 @@ def read_credits_of(rows: Iterable[Json]) -> dict[str, EpisodeCredit]:
 
 
 def task_to_json(task: Task) -> Json:
-    """A task."""
     spec = task.environment
     answer = {} if task.answer is None else {"answer": task.answer}
     return {"id": task.id, **answer} | _sparse(
@@ -166,7 +165,6 @@ def task_to_json(task: Task) -> Json:
 
 
 def task_from_json(data: Json) -> Task:
-    """A task as it was."""
     spec = data.get("environment")
     return Task(
         id=data["id"],
@@ -224,7 +222,6 @@ def episode_to_json(episode: Episode, *, routes: bool = False) -> Json:
 
 
 def episode_from_json(data: Json) -> Episode:
-    """An episode as it was."""
     table = [_segment_from_json(segment) for segment in data.get("segments", [])]
     turns = tuple(
         Turn(

@@ -112,7 +112,6 @@ class SightResult:
 
 
 def write_notice(path: Path, notice: Notice) -> None:
-    """Append a notice."""
     append_row(path, asdict(notice))
 
 

@@ -155,7 +155,6 @@ def is_under(key: str, sections: Sequence[str]) -> bool:
 
 
 def refuse_fewer_steps(recipe: Recipe, directory: RunDirectory, done: int) -> None:
-    """Refuse a recipe with fewer steps than were made."""
     warm = recipe.warm_start.steps
     if done > warm + recipe.steps:
         raise CheckpointError(

@@ -425,7 +425,6 @@ async def compute_beside(session: Session, thread: Executor, work: Callable[[], 
 def make_schedule(
     recipe: Recipe, collector: Collector, new_clock: Callable[[], Clock]
 ) -> "Schedule | AsynchronousSchedule":
-    """The schedule that a recipe names."""
     if recipe.schedule.name == "asynchronous":
         return AsynchronousSchedule(recipe, collector)
     return Schedule(recipe, collector, new_clock)

@@ -66,7 +66,6 @@ class Curves:
         self.last = {"step": row["step"], **{name: row[name] for name in (*CURVES, "time/step_s") if name in row}}
 
     def series(self, name: str, metric: str, colour: int) -> Series:
-        """A metric as a curve."""
         with self._lock:
             points = tuple(zip(*self.columns.get(metric, ((), ())), strict=True))
         return Series(name, points, colour, marks=metric.startswith("eval/") and len(points) < 40)

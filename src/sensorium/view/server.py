@@ -127,7 +127,6 @@ class Viewer:
             return list(self.runs.values())
 
     def run(self, id: str) -> ViewedRun:
-        """A run by its id."""
         run = self.runs.get(id)
         if run is None:
             raise HTTPException(404, "there is no such run here (any more)")

@@ -91,7 +91,6 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The text blocks joined."""
         return "".join(block.text for block in self.content if isinstance(block, Text))
 
     @property
@@ -106,12 +105,10 @@ def user(*blocks: Block | str) -> Message:
 
 
 def system(text: str) -> Message:
-    """A system message."""
     return Message("system", (_block(text, "system(…)"),))
 
 
 def assistant(text: str) -> Message:
-    """An assistant message."""
     return Message("assistant", (_block(text, "assistant(…)"),))
 
 

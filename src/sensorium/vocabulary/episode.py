@@ -257,7 +257,6 @@ class Episode:
         return sum(len(turn.response.tokens) for turn in self.turns)
 
     def with_scores(self, scores: tuple[Score, ...]) -> "Episode":
-        """The same episode, scored."""
         return replace(self, scores=scores)
 
 

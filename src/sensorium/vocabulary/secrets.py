@@ -35,7 +35,6 @@ class Secret:
         self._key = key
 
     def reveal(self) -> str:
-        """The key."""
         return self._key
 
     def __repr__(self) -> str:

@@ -155,7 +155,6 @@ class DecodeRows:
         )
 
     def advance(self, tokens_B: Tensor, logprobs_B: Tensor, sampled_logprobs_B: Tensor) -> None:
-        """Advance the rows to the sampled tokens."""
         self.packed_3B.copy_(torch.stack((tokens_B.double(), logprobs_B, sampled_logprobs_B)))
         self.tokens_B.copy_(tokens_B)
         self.positions_B.add_(1)

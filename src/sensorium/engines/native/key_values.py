@@ -500,7 +500,6 @@ class PagePool:
         self._free.sort(reverse=True)  # the next to be given out is a function of what is free alone
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy pages."""
         if targets:
             self._fill(targets, self.block, sources)
 

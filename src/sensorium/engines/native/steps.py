@@ -59,7 +59,6 @@ class ModuleState:
 
     @contextmanager
     def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """The modules with other tensors in these places."""
         kept = [store[name] for store, name in self._places]
         try:
             for (store, name), tensor in zip(self._places, tensors, strict=True):

@@ -98,7 +98,6 @@ class GridsOfTiles:
         self._image_processor = image_processor
 
     def __call__(self, items: Sequence[tuple[Media, Image.Image]]) -> list[TowerInput]:
-        """The tiles of each picture."""
         prepared = []
         for media, picture in items:
             with naming_items([(media, picture)], "image"):

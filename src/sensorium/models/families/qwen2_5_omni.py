@@ -86,7 +86,6 @@ SPEAKING = r"^(talker|token2wav|code2wav)\."
 
 
 def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
-    """The processor of a tiny Qwen2.5-Omni."""
     return library.Qwen2_5OmniProcessor(**given, **sight_processors(library, config), **sound_extractor(library, config))
 
 

@@ -41,7 +41,6 @@ MARGIN = 2  # mel frames after the end of a sound that its last state depends on
 
 
 def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
-    """The processor of a tiny Qwen2-Audio."""
     return library.Qwen2AudioProcessor(**given, **sound_extractor(library, config))
 
 

@@ -65,7 +65,6 @@ SHOWN = qwen2_5_vl.SHOWN | {"audio": "<|audio_start|><|audio_pad|><|audio_end|>"
 
 
 def tiny_processor(library: Any, given: dict[str, Any], config: Any) -> Any:
-    """The processor of a tiny Qwen3-Omni."""
     given = given | sight_processors(library, config, **EVEN) | sound_extractor(library, config)
     return library.Qwen3OmniMoeProcessor(**given)
 

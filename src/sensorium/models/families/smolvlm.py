@@ -122,7 +122,6 @@ class RowsOfTiles:
         self._image_processor, self._side = image_processor, side
 
     def __call__(self, items: Sequence[tuple[Media, Image.Image]]) -> list[TowerInput]:
-        """The tiles of each picture."""
         prepared = []
         for media, picture in items:
             with naming_items([(media, picture)], "image"):

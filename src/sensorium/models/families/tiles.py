@@ -31,7 +31,6 @@ class TiledPictures:
         self._settings = {"return_tensors": "pt", **settings}
 
     def __call__(self, items: Sequence[tuple[Media, Image.Image]]) -> list[TowerInput]:
-        """The tiles of each picture."""
         with naming_items(items, "image"):
             made = self._image_processor(images=[picture for _, picture in items], **self._settings)
         counts = torch.as_tensor(made["num_patches"]).tolist()

@@ -90,7 +90,6 @@ class JudgeMeter:
         self._counts: dict[tuple[str, str], JudgeCounts] = defaultdict(JudgeCounts)
 
     def of(self, model: str) -> JudgeCounts:
-        """The counts of a model in this phase."""
         return self._counts[self._phase, model]
 
     @contextmanager

@@ -38,7 +38,6 @@ PORT, EPOCHS = 18889, 3
 
 
 def whole(text: str) -> int:
-    """A whole number of 1 or more."""
     number = int(text)
     if number < 1:
         raise ValueError("1 or more is needed")

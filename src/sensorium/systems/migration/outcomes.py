@@ -114,7 +114,6 @@ class Sheet:
                 self.outcomes[f"{setting.key} (line {setting.line})"] = Outcome(setting, "no effect", "it is given again")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of a setting, or the default."""
         return self.settings[key].value if key in self.settings and not unset(self.settings[key].value) else default
 
     def at(self, place: str, default: Any = None) -> Any:
@@ -308,7 +307,6 @@ def parsed(text: str) -> Any:
 
 
 def listed(value: Any) -> list[Any]:
-    """The value as a list."""
     return value if isinstance(value, list) else [value]
 
 
