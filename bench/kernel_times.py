@@ -92,7 +92,7 @@ def plain_add_product(ops: Any, layer: Any, x_BK: Tensor, residual_BW: Tensor, n
     """``TritonOps.add_product`` with its product, and torch for the rest."""
     from sensorium.engines.native.decode_kernels import fits, product_parts
     from sensorium.engines.native.decode_state import TorchOps
-    from sensorium.kernels.layer_parts import FINE_SCALE
+    from sensorium.kernels.layer_ops import FINE_SCALE
 
     if not fits([layer], x_BK):
         return TorchOps.add_product(ops, layer, x_BK, residual_BW, norm, kind)

@@ -37,7 +37,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.memory_judge import serving
 from sensorium.data.media_store import MediaStore
-from sensorium.rewards.judges.cache import AnswerCache
+from sensorium.rewards.judges.judgements import AnswerCache
 from sensorium.runs.episodes import TRANSCRIPTS
 from sensorium.runs.metrics import read_metrics
 from sensorium.systems.taskmem.memory_clips import MemoryClips

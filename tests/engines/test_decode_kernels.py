@@ -12,7 +12,7 @@ from torch import Tensor
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps
 from sensorium.engines.native.key_values import PAGE, StateSlots
 from sensorium.engines.protocol import Sampling
-from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_ops import GatedMLP, LayerParts, NormWeights
 from sensorium.kernels.layer_torch import FINE_SCALE
 from sensorium.models.delta_net import DeltaState, hand_over_states
 

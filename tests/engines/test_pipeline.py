@@ -21,7 +21,7 @@ from sensorium.engines.native.prefix_cache import PrefillRows, PrefixEntry, Shar
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling
 from sensorium.engines.scheduler import Job
 from sensorium.kernels.first_use import fallbacks
-from sensorium.kernels.layer_parts import UnknownLayer
+from sensorium.kernels.layer_ops import UnknownLayer
 from sensorium.models.policy import Policy
 from sensorium.trainer.step_metrics import Clock
 from sensorium.vocabulary.content import user

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.cluster.channel import Channel
+from sensorium.cluster.python_process import Channel
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.process_child import serve

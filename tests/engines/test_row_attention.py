@@ -12,7 +12,7 @@ from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLa
 from sensorium.engines.native.key_values import PAGE
 from sensorium.engines.native.row_attention import RowAttention
 from sensorium.engines.protocol import Sampling
-from sensorium.kernels.layer_parts import LayerParts, NormWeights
+from sensorium.kernels.layer_ops import LayerParts, NormWeights
 
 pytestmark = pytest.mark.gpu
 SCALING = 0.09

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from sensorium.experiments import jobs
-from sensorium.experiments.jobs import room_for
+from sensorium.experiments import experiment
+from sensorium.experiments.experiment import room_for
 from sensorium.recipe.load import parse_recipe
 from sensorium.recipe.schema import Recipe
 from tests.recipes import quick
@@ -20,9 +20,9 @@ def recipes(count: int, **changes: object) -> list[Recipe]:
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight cores, much memory and no GPU."""
-    monkeypatch.setattr(jobs, "_cores", lambda: 8)
-    monkeypatch.setattr(jobs, "free_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(jobs, "gpus_seen", lambda: False)
+    monkeypatch.setattr(experiment, "_cores", lambda: 8)
+    monkeypatch.setattr(experiment, "free_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(experiment, "gpus_seen", lambda: False)
 
 
 def test_cores_and_the_number_of_runs_bound_the_jobs() -> None:
@@ -33,7 +33,7 @@ def test_cores_and_the_number_of_runs_bound_the_jobs() -> None:
 
 
 def test_memory_bounds_the_jobs_by_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "free_memory", lambda: GIB)
+    monkeypatch.setattr(experiment, "free_memory", lambda: GIB)
     assert room_for(recipes(20)).jobs == 2, "an interpreter with torch takes 460 MiB"
     asked = room_for(recipes(20), 6)
     assert asked.jobs == 6, "what was asked for is done"
@@ -41,7 +41,7 @@ def test_memory_bounds_the_jobs_by_the_forecast(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gpu_has_one_run_and_a_run_of_several_processes_goes_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "gpus_seen", lambda: True)
+    monkeypatch.setattr(experiment, "gpus_seen", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     room = room_for(recipes(20))
     assert (room.jobs, room.gpus) == (2, ("2", "5"))

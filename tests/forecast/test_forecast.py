@@ -17,11 +17,10 @@ from sensorium.forecast.costs import (
     rank_memory,
 )
 from sensorium.forecast.forecast import Asked, forecast
-from sensorium.recipe.activations import hybrid_layer_bytes, stock_hybrid_bytes, stock_layer_bytes
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.plan import estimate_memory
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import shape_by_config
+from sensorium.recipe.shape import hybrid_layer_bytes, shape_by_config, stock_hybrid_bytes, stock_layer_bytes
 from sensorium.vocabulary.errors import RecipeError
 
 PUBLISHED = {
@@ -93,7 +92,7 @@ def test_a_layer_of_a_hybrid_keeps_what_autograd_saves_of_it(
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
     from sensorium.kernels import layer_ops
-    from sensorium.kernels.layer_parts import mixer_of
+    from sensorium.kernels.layer_ops import mixer_of
     from sensorium.learner import tree_states
     from sensorium.learner.token_runs import TokenRun, arrange_levels
     from sensorium.learner.tree_attention import LevelAttention

@@ -16,13 +16,13 @@ import sensorium
 from sensorium.engines.native.decode_state import TorchOps
 from sensorium.engines.native.key_values import PAGE, PagePool
 from sensorium.engines.protocol import Sampling
-from sensorium.kernels.layer_parts import GatedMLP, NormWeights
+from sensorium.kernels.layer_ops import GatedMLP, NormWeights
 from sensorium.kernels.matched_ops import KeyStore, QueryTiles, TorchMatched
-from sensorium.kernels.operations import OPERATIONS, forms
 from sensorium.learner.forward import FORBIDDEN
 from sensorium.learner.optimizer import ParameterState, Rates
 
 from ..engines.test_decode_kernels import VOCAB, delta_net, make_rows
+from .operations import OPERATIONS, forms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOURCE = Path(sensorium.__file__).parent

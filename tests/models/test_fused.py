@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sensorium.data.media_store import MediaStore
 from sensorium.kernels import layer_ops
-from sensorium.kernels.layer_parts import UnknownLayer, has_mixer, mixer_of, parts_of
+from sensorium.kernels.layer_ops import UnknownLayer, has_mixer, mixer_of, parts_of
 from sensorium.models import fused
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.delta_net import is_delta

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sensorium.recipe.activations import WHOLE_BYTES, tower_bytes, tower_room
 from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.plan import (
     estimate_memory,
@@ -17,7 +16,7 @@ from sensorium.recipe.plan import (
     make_plan,
 )
 from sensorium.recipe.schema import LoraSection, Recipe
-from sensorium.recipe.shape import count_parameters, read_shape
+from sensorium.recipe.shape import WHOLE_BYTES, count_parameters, read_shape, tower_bytes, tower_room
 from sensorium.vocabulary import EnvironmentSpec, Media, Task, user
 
 

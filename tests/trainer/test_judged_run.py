@@ -11,7 +11,7 @@ import pytest
 
 from sensorium.cli.main import main
 from sensorium.report.watcher import Watcher
-from sensorium.rewards.judges.cache import AnswerCache
+from sensorium.rewards.judges.judgements import AnswerCache
 from sensorium.runs.checkpoint_layout import Best, CheckpointFolder
 from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import TRANSCRIPTS, read_groups, read_transcripts

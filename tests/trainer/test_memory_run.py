@@ -19,7 +19,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.planner import parse_memory
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.rewards.judges.cache import AnswerCache
+from sensorium.rewards.judges.judgements import AnswerCache
 from sensorium.runs.episodes import read_groups
 from sensorium.runs.metrics import repeatable
 from sensorium.systems.taskmem.layout import write_layout

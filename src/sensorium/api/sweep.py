@@ -8,8 +8,16 @@ from typing import Any
 from sensorium.api.recipes import data_of, has_passed_objects
 from sensorium.api.run import Report, Run, Table
 from sensorium.api.train import train_checked
-from sensorium.experiments.experiment import Experiment, PlannedRun
-from sensorium.experiments.jobs import Jobs, Room, how_to_go_on, opening, room_for, with_threads
+from sensorium.experiments.experiment import (
+    Experiment,
+    Jobs,
+    PlannedRun,
+    Room,
+    how_to_go_on,
+    opening,
+    room_for,
+    with_threads,
+)
 from sensorium.experiments.results import Results, results_of, write_results
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.registry import look_where_found

@@ -16,11 +16,10 @@ from sensorium.learner.learner_protocol import RunLearner
 from sensorium.learner.saved_state import local_of, read_learner_state, write_learner_state
 from sensorium.models.fused import Recomputation
 from sensorium.models.policy import Policy, Reference
-from sensorium.recipe.activations import TowerRoom
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.plan import GIB, given_recomputation, learners_memory, least_recomputation
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import read_shape
+from sensorium.recipe.shape import TowerRoom, read_shape
 from sensorium.runs.checkpoint_layout import LEARNER_STATE, TRAINER_FOLDER
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode

@@ -13,7 +13,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream, make_sources
 from sensorium.engines.protocol import Sampling
 from sensorium.envs.protocol import Environment
-from sensorium.envs.recorded import RecordedEnvironment
+from sensorium.envs.question import RecordedEnvironment
 from sensorium.envs.remote.instances import START_S, InstancePool, poolable
 from sensorium.recipe.registry import build, resolve
 from sensorium.recipe.schema import Recipe, RewardsSection, RolloutSection

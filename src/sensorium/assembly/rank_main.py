@@ -24,8 +24,7 @@ from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import WholeModels, load_trained
 from sensorium.assembly.playing import open_store
 from sensorium.assembly.ranks import Answer, Call, RankSettings, failed
-from sensorium.cluster.channel import Channel
-from sensorium.cluster.python_process import parent_sockets
+from sensorium.cluster.python_process import Channel, parent_sockets
 from sensorium.learner.saved_state import whole_of
 from sensorium.learner.sharding import RankTeam, copy_weights, shard_policy
 from sensorium.models.checkpoint_path import find_checkpoint

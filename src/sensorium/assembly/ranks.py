@@ -26,8 +26,7 @@ from torch import Tensor
 from sensorium.assembly.models import write_reference
 from sensorium.assembly.session import Session
 from sensorium.assembly.workers import open_host
-from sensorium.cluster.channel import Channel, error_of, plain_error
-from sensorium.cluster.python_process import CLOSE_S, ProcessHost, last_words, memory_folder
+from sensorium.cluster.python_process import CLOSE_S, Channel, ProcessHost, error_of, last_words, memory_folder, plain_error
 from sensorium.learner.credited_episode import Assessment, Groups
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import Recipe

@@ -356,7 +356,7 @@ class _TaughtEnvironment(WatchedEnvironment):
         return result
 
     def demonstrate(self) -> str:
-        from sensorium.rewards.judges.request import JudgeRequest
+        from sensorium.rewards.judges.judgements import JudgeRequest
 
         if any(message.tools for message in self._conversation):
             raise EnvironmentFailure(

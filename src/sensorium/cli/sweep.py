@@ -11,8 +11,7 @@ from pathlib import Path
 
 from sensorium.cli.dry_run import look_at
 from sensorium.cli.main import ExitCode
-from sensorium.experiments.experiment import Experiment, read_arguments
-from sensorium.experiments.jobs import Jobs, Room, opening, room_for, with_threads
+from sensorium.experiments.experiment import Experiment, Jobs, Room, opening, read_arguments, room_for, with_threads
 from sensorium.experiments.results import write_results
 from sensorium.recipe.load import apply_override, load_recipe, read_recipe
 from sensorium.recipe.registry import look_where_found

@@ -44,15 +44,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sensorium.cluster.channel import Channel, error_of, plain_error
 from sensorium.cluster.pool import Call, Worker, WorkerPool
 from sensorium.cluster.python_process import (
     CLOSE_S,
+    Channel,
     HostedProcess,
     ProcessHost,
     end_descendants,
+    error_of,
     last_words,
     parent_sockets,
+    plain_error,
 )
 from sensorium.vocabulary.errors import SensoriumError, WorkersLost, WorkGivenUp
 from sensorium.vocabulary.plain import attempt

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import sensorium
-from sensorium.cluster.channel import Frames
-from sensorium.cluster.python_process import CLOSE_S, HostedProcess, PythonProcess, Variables
+from sensorium.cluster.python_process import CLOSE_S, Frames, HostedProcess, PythonProcess, Variables
 from sensorium.vocabulary.errors import RecipeError, SensoriumError
 
 PROBE_S = 10.0

@@ -16,9 +16,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.cluster.channel import Channel, Message, plain_error
 from sensorium.cluster.event_loop import set_aside
-from sensorium.cluster.python_process import parent_sockets
+from sensorium.cluster.python_process import Channel, Message, parent_sockets, plain_error
 from sensorium.vocabulary.errors import EngineError
 
 

@@ -16,8 +16,7 @@ from typing import Any, Unpack
 
 import torch
 
-from sensorium.cluster.channel import Channel, Message, error_of
-from sensorium.cluster.python_process import CLOSE_S, HostedProcess, ProcessHost, ThisMachine
+from sensorium.cluster.python_process import CLOSE_S, Channel, HostedProcess, Message, ProcessHost, ThisMachine, error_of
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.native_engine import stock_options
 from sensorium.engines.native.writer import WriterCounters

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sensorium.cluster.channel import own_address
-from sensorium.cluster.python_process import memory_folder
+from sensorium.cluster.python_process import memory_folder, own_address
 from sensorium.vocabulary.errors import EngineError, RecordError
 
 

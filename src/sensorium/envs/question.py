@@ -1,11 +1,17 @@
-"""Question: a task's messages as an environment that ends after one step."""
+"""Question: a task's messages as an environment that ends after one step.
+
+A recorded episode, played again, shows the observations and rewards of the recording, whatever the environment was. The
+task of a recording (``data/demonstrations.py``) names it, and nothing else can: it is not in the table of environments.
+"""
 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sensorium.data.demonstrations import RecordedEnd
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.adapters.content import key_of
 from sensorium.envs.protocol import Observation, StepResult, then
@@ -128,3 +134,41 @@ def _rows_of(store: MediaStore, source: str, options: dict[str, Any]) -> Sequenc
                 raise RecipeError(f"{NAME}: the source '{source}' has no rows.")
             known[key] = rows
         return known[key]
+
+
+class RecordedEnvironment:
+    """Shows what the recorded episode showed; its demonstration is what was answered then."""
+
+    instant = True
+
+    def __init__(self, task: Task) -> None:
+        assert task.environment is not None
+        options = task.environment.options
+        self._responses, self._turn = task.demonstration, 0
+        self._head: tuple[Message, ...] = task.messages[: options["head"]]
+        ends = accumulate(options["turns"], initial=options["head"])
+        self._observations = [
+            Observation(task.messages[start:end], after=after)
+            for (start, end), after in zip(pairwise(ends), options["after"], strict=True)
+        ]
+        self._rewards: Sequence[float | Mapping[str, float] | None] = options["rewards"]
+        self._end = RecordedEnd(**options["end"])
+
+    def reset(self, seed: int) -> tuple[tuple[Message, ...], Observation]:
+        self._turn = 0
+        return self._head, replace(self._observations[0], category=self._end.category)
+
+    def step(self, response: str) -> StepResult:
+        reward = self._rewards[self._turn]
+        self._turn += 1
+        if self._turn < len(self._observations):
+            return StepResult(self._observations[self._turn], reward)
+        return StepResult(None, reward, not self._end.truncated, self._end.truncated, self._end.success)
+
+    def demonstrate(self) -> str:
+        if self._turn >= len(self._responses):
+            raise EnvironmentFailure("the recorded episode has ended.")
+        return self._responses[self._turn]
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -23,17 +23,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sensorium.recipe.activations import (
-    PATCHES,
-    activation_bytes,
-    gathered_bytes,
-    head_bytes,
-    hybrid_layer_bytes,
-    microbatch_tokens,
-    stock_hybrid_bytes,
-    stock_layer_bytes,
-    tower_bytes,
-)
 from sensorium.recipe.plan import (
     BYTES,
     GIB,
@@ -47,7 +36,20 @@ from sensorium.recipe.plan import (
     vllm_share,
 )
 from sensorium.recipe.schema import ModelSection, Recipe
-from sensorium.recipe.shape import ModelShape, read_shape, shape_by_config
+from sensorium.recipe.shape import (
+    PATCHES,
+    ModelShape,
+    activation_bytes,
+    gathered_bytes,
+    head_bytes,
+    hybrid_layer_bytes,
+    microbatch_tokens,
+    read_shape,
+    shape_by_config,
+    stock_hybrid_bytes,
+    stock_layer_bytes,
+    tower_bytes,
+)
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "forecast"

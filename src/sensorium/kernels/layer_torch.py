@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-# What inner values of a fine MLP (``layer_parts.FINE_LAYERS``) are divided by: it makes room in float16 up to four million.
+# What inner values of a fine MLP (``layer_ops.FINE_LAYERS``) are divided by: it makes room in float16 up to four million.
 FINE_SCALE = 64.0
 LARGEST_HALF = 65504.0  # the largest float16 number
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from sensorium.kernels.first_use import fall_back
-from sensorium.kernels.layer_ops import Gate, Norm, Rotate
-from sensorium.kernels.layer_parts import NormWeights, UnknownLayer
+from sensorium.kernels.layer_ops import Gate, Norm, NormWeights, Rotate, UnknownLayer
 
 BLOCK = 64
 CHUNK_ELEMENTS = 1 << 22  # numbers that a product in plain torch holds at once

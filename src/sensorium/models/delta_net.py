@@ -27,7 +27,7 @@ from transformers.activations import ACT2FN
 from sensorium.kernels import layer_ops
 from sensorium.kernels.delta_rule import BOUND, delta_rule
 from sensorium.kernels.first_use import fall_back, trying
-from sensorium.kernels.layer_parts import product_of
+from sensorium.kernels.layer_ops import product_of
 from sensorium.vocabulary.errors import ModelError
 
 

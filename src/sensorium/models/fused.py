@@ -28,27 +28,25 @@ from sensorium.kernels.first_use import fall_back
 from sensorium.kernels.layer_ops import (
     AddNorm,
     Gate,
-    Norm,
-    Rotate,
-    factor_gradients,
-    factors_of,
-    is_plain,
-    ops_of,
-    wide_linear,
-    wide_product,
-)
-from sensorium.kernels.layer_parts import (
     GatedMLP,
     LayerParts,
     MixerParts,
+    Norm,
     NormWeights,
+    Rotate,
     UnknownLayer,
+    factor_gradients,
+    factors_of,
     has_mixer,
+    is_plain,
     mixer_norm,
     mixer_of,
     norm_of,
+    ops_of,
     parts_of,
     product_of,
+    wide_linear,
+    wide_product,
 )
 from sensorium.kernels.layer_torch import FINE_SCALE
 from sensorium.models.attention import Attention, MaskedAttention

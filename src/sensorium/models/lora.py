@@ -128,7 +128,7 @@ class Adapters:
         return Adapters(model, self.section, self.base)
 
     def merge(self, layers: nn.Module) -> None:
-        """Give the adapted layers inside a module products of their own, which ``layer_parts.product_of`` finds."""
+        """Give the adapted layers inside a module products of their own, which ``layer_ops.product_of`` finds."""
         inside = {id(part) for part in layers.modules()}
         for layer in self.layers.values():
             if id(layer) in inside and type(layer.base_layer) is nn.Linear and not hasattr(layer, "product"):

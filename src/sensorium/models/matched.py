@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from sensorium.kernels.first_use import fall_back
-from sensorium.kernels.layer_parts import GatedMLP, LayerParts, UnknownLayer, norm_of, parts_of
+from sensorium.kernels.layer_ops import GatedMLP, LayerParts, UnknownLayer, norm_of, parts_of
 from sensorium.kernels.matched_ops import (
     MatchedOps,
     MatchedProduct,

@@ -32,7 +32,7 @@ from sensorium.models.quiet import quiet
 from sensorium.models.segment_layout import Features, Placement, sent_to
 from sensorium.models.tower import keeping_blocks, recompute_blocks
 from sensorium.models.weight_files import saving_weights
-from sensorium.recipe.activations import TowerRoom
+from sensorium.recipe.shape import TowerRoom
 from sensorium.runs.checkpoint_layout import ADAPTER_FOLDER
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch

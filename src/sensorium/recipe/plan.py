@@ -9,8 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sensorium.recipe.activations import (
+from sensorium.recipe.estimators_and_losses import estimator_traits
+from sensorium.recipe.registry import table
+from sensorium.recipe.schema import OptimizerSection, Recipe
+from sensorium.recipe.shape import (
     LEAST_ROOM,
+    IncompleteConfig,
+    ModelShape,
     TowerRoom,
     activation_bytes,
     gathered_bytes,
@@ -18,14 +23,12 @@ from sensorium.recipe.activations import (
     kept_tower_bytes,
     longest_prompt,
     may_keep_tower,
+    on_general_path,
+    read_shape,
     tower_bytes,
     tower_learns,
     tower_room,
 )
-from sensorium.recipe.estimators_and_losses import estimator_traits
-from sensorium.recipe.registry import table
-from sensorium.recipe.schema import OptimizerSection, Recipe
-from sensorium.recipe.shape import IncompleteConfig, ModelShape, on_general_path, read_shape
 from sensorium.vocabulary.plain import counted
 from sensorium.vocabulary.task import Task
 

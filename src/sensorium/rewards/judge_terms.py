@@ -10,7 +10,7 @@ from typing import Any
 
 from sensorium.rewards.judges.answer_forms import AnswerForm, JsonAnswer, Number, RankingAnswer, SchemaAnswer
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
+from sensorium.rewards.judges.judgements import JudgeRequest, untrusted_message
 from sensorium.rewards.reward_term import RewardContext, last_response, question_messages
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.episode import Episode, Score

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, TypeGuard, cast, get_args
 from sensorium.cluster.event_loop import first_error, side_by_side
 from sensorium.cluster.pool import CallOverdue, Worker, WorkerFailure, WorkerPool
 from sensorium.data.lru import LRU
-from sensorium.rewards.judges.request import message_contents
+from sensorium.rewards.judges.judgements import message_contents
 from sensorium.rewards.reward_term import ComparingTerm, FunctionTerm, GroupFunctionTerm, GroupTerm, RewardTerm, Term
 from sensorium.vocabulary.episode import Episode, Group, Scope, Score, Segment, Status, Thread, Turn
 from sensorium.vocabulary.errors import (

@@ -26,8 +26,8 @@ from fastapi import FastAPI, Path, Response, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, ConfigDict, Field
 
 from sensorium import __version__
-from sensorium.cluster.channel import own_address
 from sensorium.cluster.placed_workers import Answer, serve
+from sensorium.cluster.python_process import own_address
 from sensorium.data.media_store import MediaStore
 from sensorium.envs.remote.instances import InstancePool
 from sensorium.envs.remote.wire import MOST_BYTES, Json, WireError, bytes_of, pack, unpack

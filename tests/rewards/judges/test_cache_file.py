@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from sensorium.rewards.judges import transport
-from sensorium.rewards.judges.cache import AnswerCache, CallRow, StoredAnswer, owner_name
 from sensorium.rewards.judges.client import JudgeClient
+from sensorium.rewards.judges.judgements import AnswerCache, CallRow, StoredAnswer, owner_name
 from sensorium.vocabulary.errors import RecordError
 from tests.rewards.judges.server import judge_server, section_of
 from tests.rewards.judges.test_client import question

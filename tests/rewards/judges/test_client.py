@@ -18,9 +18,8 @@ from sensorium.data.pictures import encode_png
 from sensorium.data.sound import encode_wav
 from sensorium.recipe.schema import JudgesSection
 from sensorium.rewards.judges.answer_forms import JsonAnswer, Number
-from sensorium.rewards.judges.cache import CLOCKS_DIFFER_S, AnswerCache, owner_name
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
+from sensorium.rewards.judges.judgements import CLOCKS_DIFFER_S, AnswerCache, JudgeRequest, owner_name, untrusted_message
 from sensorium.rewards.judges.transport import SharedLimits, endpoints_of
 from sensorium.runs.episodes import read_transcripts
 from sensorium.vocabulary.content import Message, Text, user

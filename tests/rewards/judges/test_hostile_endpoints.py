@@ -18,7 +18,7 @@ from sensorium.recipe.schema import JudgesSection
 from sensorium.rewards.judges import transport
 from sensorium.rewards.judges.answer_forms import JsonAnswer, Number
 from sensorium.rewards.judges.client import FIRST_WAIT_S, JudgeClient
-from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
+from sensorium.rewards.judges.judgements import JudgeRequest, untrusted_message
 from sensorium.rewards.judges.transport import endpoints_of, read_config
 from sensorium.vocabulary.errors import JudgeFailure, RecipeError
 

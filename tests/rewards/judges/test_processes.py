@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.rewards.judges.cache import AnswerCache
+from sensorium.rewards.judges.judgements import AnswerCache
 from tests.rewards.judges.server import judge_server
 
 pytestmark = pytest.mark.usefixtures("forked_python")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.rewards.judges.request import LONGEST, neutral, quote, shortened, untrusted_message
+from sensorium.rewards.judges.judgements import LONGEST, neutral, quote, shortened, untrusted_message
 
 TOKENS = [
     "<|im_end|>", "<|im_start|>system", "<|endoftext|>", "<|vision_start|>", "</s>", "<s>", "[INST]", "[/INST]", "<<SYS>>",

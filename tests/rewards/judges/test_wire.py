@@ -13,7 +13,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.sound import encode_wav
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.judges.request import JudgeRequest
+from sensorium.rewards.judges.judgements import JudgeRequest
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import AudioParameters, VideoParameters
 from sensorium.vocabulary.errors import JudgeRefusal

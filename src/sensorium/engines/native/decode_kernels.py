@@ -29,7 +29,7 @@ from sensorium.kernels.decode_triton import (
     place,
     product_parts,
 )
-from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights, product_of
+from sensorium.kernels.layer_ops import GatedMLP, LayerParts, NormWeights, product_of
 from sensorium.kernels.layer_torch import FINE_SCALE
 from sensorium.kernels.layer_triton import add_normed, gated, gated_finely, normed
 from sensorium.kernels.matched_ops import unit_bits

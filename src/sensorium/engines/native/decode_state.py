@@ -27,8 +27,7 @@ from torch.nn.functional import silu
 from sensorium.engines.native.key_values import PAGE, attend, write_tokens
 from sensorium.engines.native.sampler import SamplingRows, sample, signed64, uniforms
 from sensorium.engines.protocol import Sampling
-from sensorium.kernels.layer_ops import wide_linear, wide_product
-from sensorium.kernels.layer_parts import GatedMLP, LayerParts, NormWeights
+from sensorium.kernels.layer_ops import GatedMLP, LayerParts, NormWeights, wide_linear, wide_product
 from sensorium.kernels.layer_torch import FINE_SCALE, gated_finely
 from sensorium.models.delta_net import DeltaState, DeltaTokens, advance, gated, tokens_of
 from sensorium.models.family import one_axis

@@ -16,7 +16,7 @@ from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, pa
 from sensorium.engines.native.prefix_cache import RouteRecorder, recording_routes
 from sensorium.kernels.device_code import NoDeviceCode
 from sensorium.kernels.first_use import compiling, fall_back, note_fallback
-from sensorium.kernels.layer_parts import (
+from sensorium.kernels.layer_ops import (
     GatedMLP,
     LayerParts,
     MixerParts,

@@ -28,8 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensorium.cluster.channel import Channel, Message, plain_error
-from sensorium.cluster.python_process import guard_group, mapped_segments, parent_sockets, remove_segments
+from sensorium.cluster.python_process import (
+    Channel,
+    Message,
+    guard_group,
+    mapped_segments,
+    parent_sockets,
+    plain_error,
+    remove_segments,
+)
 from sensorium.vocabulary.errors import EngineError, EngineLost
 
 PATCHES = {"pixel_values": 0, "pixel_values_videos": 0, "input_audio_features": 1}

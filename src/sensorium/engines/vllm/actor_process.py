@@ -17,8 +17,7 @@ from concurrent.futures import TimeoutError as WaitedTooLong
 from contextlib import suppress
 from pathlib import Path
 
-from sensorium.cluster.channel import Channel, Message, error_of
-from sensorium.cluster.python_process import CLOSE_S, ProcessHost, last_words
+from sensorium.cluster.python_process import CLOSE_S, Channel, Message, ProcessHost, error_of, last_words
 from sensorium.engines.pool import process_lost
 from sensorium.models import torchvision_fix
 from sensorium.vocabulary.errors import EngineError, EngineLost

@@ -29,8 +29,16 @@ from typing import Any, TypeVar
 from sensorium.cluster.event_loop import LoopThread
 from sensorium.data.media_store import MediaStore
 from sensorium.recipe.schema import JudgesSection, PriceSection
-from sensorium.rewards.judges.cache import AnswerCache, CallRow, StoredAnswer, owner_name
-from sensorium.rewards.judges.request import JudgeAnswer, JudgeRequest, neutral, shortened
+from sensorium.rewards.judges.judgements import (
+    AnswerCache,
+    CallRow,
+    JudgeAnswer,
+    JudgeRequest,
+    StoredAnswer,
+    neutral,
+    owner_name,
+    shortened,
+)
 from sensorium.rewards.judges.transcripts import Transcripts
 from sensorium.rewards.judges.transport import (
     CallProblem,

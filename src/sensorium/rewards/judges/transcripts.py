@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sensorium.rewards.judges.request import JudgeRequest
+from sensorium.rewards.judges.judgements import JudgeRequest
 from sensorium.runs.durable import database_errors
 from sensorium.vocabulary.content import Block, Text
 

@@ -15,7 +15,7 @@ from typing import Any
 from sensorium.cluster.event_loop import run_async
 from sensorium.data.media_store import MediaStore
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.judges.request import JudgeRequest
+from sensorium.rewards.judges.judgements import JudgeRequest
 from sensorium.systems.caprl.caption_rows import CaptionQuestion, CaptionRows, drawn, first_row, ground_truth, question_of
 from sensorium.systems.caprl.serve_reward import judges_section
 from sensorium.systems.caprl.terms import FirstLetter, as_judged, described

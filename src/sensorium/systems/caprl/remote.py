@@ -25,7 +25,7 @@ import httpx
 
 from sensorium.data.media_files import mime_type
 from sensorium.data.media_store import MediaStore
-from sensorium.rewards.judges.request import JudgeAnswer
+from sensorium.rewards.judges.judgements import JudgeAnswer
 from sensorium.rewards.judges.transcripts import TranscriptLine
 from sensorium.rewards.reward_term import RewardContext, last_response
 from sensorium.rewards.scorer import Scores, judgement_keys

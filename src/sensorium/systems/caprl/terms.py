@@ -17,7 +17,7 @@ from typing import Any
 from sensorium.rewards.judge_terms import client_of, needed
 from sensorium.rewards.judges.answer_forms import JsonAnswer, Number
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.judges.request import JudgeAnswer, JudgeRequest, neutral, shortened, untrusted_message
+from sensorium.rewards.judges.judgements import JudgeAnswer, JudgeRequest, neutral, shortened, untrusted_message
 from sensorium.rewards.reward_term import RewardContext, last_response
 from sensorium.systems.caprl.caption_rows import PROMPTS, CaptionQuestion, DrawnQuestion, draws, first_letter, question_of
 from sensorium.vocabulary.content import Media, Message, Text

@@ -11,7 +11,7 @@ Of shell scripts, their commands with words and variables are read:
     ARGS=(--n $N                                    → arrays {"ARGS": ["--n", "8"]}
           # a comment
           --lr ${LR:-1e-6})
-    python train.py "${ARGS[@]}" \                 → Command(["python", "train.py", "--n", "8", "--lr", "1e-6", "a.b=1"])
+    python train.py "${ARGS[@]}" \\                → Command(["python", "train.py", "--n", "8", "--lr", "1e-6", "a.b=1"])
         a.b=1
 
 Nothing is run. The first branch of an ``if`` is taken, and a loop's body is read once; notes report both. A variable

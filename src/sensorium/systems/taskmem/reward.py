@@ -17,7 +17,7 @@ from sensorium.data.planner import END_OF_THOUGHT, parse_facts, parse_memory
 from sensorium.rewards.judge_terms import client_of, needed, question_media, rank, usefulness_of
 from sensorium.rewards.judges.answer_forms import JsonAnswer, OneOf
 from sensorium.rewards.judges.client import JudgeClient
-from sensorium.rewards.judges.request import JudgeRequest, untrusted_message
+from sensorium.rewards.judges.judgements import JudgeRequest, untrusted_message
 from sensorium.rewards.reward_term import RewardContext
 from sensorium.vocabulary.episode import Episode, Score, Segment
 from sensorium.vocabulary.errors import RecipeError, RewardFailure

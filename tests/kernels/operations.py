@@ -1,6 +1,6 @@
 """The table of operations that have a kernel: for each its plain torch reference and its fast form on CUDA.
 
-``tests/kernels/test_operations.py`` compares the two of every row; ``python -m bench kernels`` times steps with each fast
+``test_operations.py`` compares the two of every row; ``python -m bench kernels`` times steps with each fast
 form replaced by its reference. A reference that chooses by device (``write_tokens``) is the reference on a CPU. Names are
 ``module:object`` below ``sensorium``; nothing is imported before it is used.
 """
