@@ -38,7 +38,7 @@ OURS += ("engines.native.native_engine",)
 THEIRS = ("auto.modeling_auto", "auto.processing_auto", "auto.tokenization_auto", "qwen3_vl.modeling_qwen3_vl")
 THEIRS += ("qwen2_5_omni.modeling_qwen2_5_omni", "qwen3_vl.processing_qwen3_vl", "qwen2_5_omni.processing_qwen2_5_omni")
 PRELOADED = tuple(f"sensorium.{name}" for name in OURS) + tuple(f"transformers.models.{name}" for name in THEIRS)
-PRELOADED += ("av", "gymnasium.envs.toy_text", "peft")
+PRELOADED += ("av", "gymnasium.envs.toy_text", "peft", "torch._dynamo")
 CALL = "import sys; from importlib import import_module; module, name, *given = sys.argv[1:]; "
 CALL += "sys.exit(getattr(import_module(module), name)(*given))"
 LOOK_EVERY_S = 0.002

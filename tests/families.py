@@ -170,8 +170,8 @@ class FamilyRow:
     videos with sound of another length have positions with fractions there. ``unused``: parameters that the stock model
     computes nothing with; ``fixed``: those that it would train though its class freezes them. ``tied``: whether the
     learner's gradients are compared with a tied head. ``rounding``: how far logits may be from the stock model's, relative
-    to the largest. ``by_turn`` rewrites a conversation that the stock template has
-    rendered as a whole to what it renders turn by turn.
+    to the largest. ``window_s``: to so many seconds ``make_short`` lets the stock encoder pad sounds. ``by_turn`` rewrites
+    a conversation that the stock template has rendered as a whole to what it renders turn by turn.
     """
 
     layouts: Mapping[str, Published]
@@ -187,6 +187,7 @@ class FamilyRow:
     fixed: tuple[str, ...] = ()
     tied: bool = False
     rounding: float = 1e-5
+    window_s: int = 0
     by_turn: Callable[[str], str] = str
 
 
@@ -216,6 +217,7 @@ FAMILY_ROWS = {
         sound_tokens=(1, 50, 50, 127),
         fixed=("model.audio_tower.embed_positions.weight",),
         by_turn=numbered_by_turn,
+        window_s=4,
     ),
     "qwen2_5_omni": FamilyRow(
         {"Qwen2.5-Omni-7B": Published(whole_omni, omni_config, UNTIED)},
@@ -299,6 +301,19 @@ def wide_weights(family: str, scale: float, *parts: str) -> dict[str, float]:
     facts = FAMILIES[family]
     sizes = {"": facts.text, "vision": facts.vision, "audio": facts.audio}
     return {f"{part}_initializer_range".lstrip("_"): scale for part in parts if "initializer_range" in sizes[part]}
+
+
+def make_short(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """A tiny model whose stock encoder pads sounds to ``window_s`` seconds: to 30, that is most of what it computes."""
+    seconds = FAMILY_ROWS[family].window_s
+    if not seconds:
+        return make_tiny(family, folder, seed, **overrides)
+    make_tiny(family, folder, seed, audio_max_source_positions=50 * seconds, **overrides)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    stock = processor.feature_extractor
+    processor.feature_extractor = type(stock)(feature_size=stock.feature_size, chunk_length=seconds)
+    processor.save_pretrained(folder)
+    return folder
 
 
 def make_published(name: str, folder: Path) -> Path:

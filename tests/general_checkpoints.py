@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from sensorium.models.tiny import ANSWERS, PAD, QUESTIONS, TAGS, tiny_tokenizer
 from sensorium.models.weight_files import saving_weights
 from sensorium.recipe.family_facts import FamilyFacts
+from tests.tiny_models import kept_copy
 
 LONGEST = 4096
 
@@ -710,7 +711,8 @@ def _pieces(row: General, specials: list[str], template: str, **more: Any) -> Pr
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0, std: float = 0.15, **sizes: Any) -> Path:
     """Write a random checkpoint of a row of ``GENERAL`` and return its folder. ``sizes``: keys of the text config."""
-    return write_checkpoint(GENERAL[name], Path(folder), seed, std, **sizes)
+    asked = repr((name, seed, std, sorted(sizes.items())))
+    return kept_copy(asked, folder, lambda made: write_checkpoint(GENERAL[name], made, seed, std, **sizes))
 
 
 def write_checkpoint(row: General, folder: Path, seed: int = 0, std: float = 0.15, **sizes: Any) -> Path:

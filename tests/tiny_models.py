@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ def keep() -> None:
 def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """What ``sensorium.models.tiny.make_tiny`` does, from the kept ones where it can."""
     asked = repr((family, seed, sorted(overrides.items())))
+    return kept_copy(asked, folder, lambda made: _make(family, made, seed, **overrides))
+
+
+def kept_copy(asked: str, folder: Path, make: Callable[[Path], Any]) -> Path:
+    """A copy in ``folder`` of what ``make`` writes into a folder; made once for all that ask for the same."""
+    if not SHELF:  # outside of a test run
+        make(Path(folder))
+        return Path(folder)
     kept = SHELF[0] / hashlib.sha256(asked.encode()).hexdigest()[:24]
     if not kept.exists():
         made = Path(tempfile.mkdtemp(dir=SHELF[0]))
-        _make(family, made, seed, **overrides)
+        make(made)
         try:
             made.rename(kept)
         except OSError:  # another worker was faster

@@ -125,6 +125,7 @@ class Odd:
         return (sn.Score("odd", float(self.half(task.environment.seed))),)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_kill_9_leaves_whole_rows_and_the_same_command_plays_what_is_missing() -> None:
     sn.record(recipe(), to="whole", show=False)
     named = written(recipe(die_at=12))  # six of the recording above, then the sixth of this one
@@ -134,7 +135,7 @@ def test_kill_9_leaves_whole_rows_and_the_same_command_plays_what_is_missing() -
     assert killed.returncode == -signal.SIGKILL
     before = rows()
     assert 0 < len(before) < 6
-    assert sn.api.record.Demonstrations("demonstrations/mine").summary.missing == 6 - len(before)  # type: ignore[attr-defined]
+    assert sn.Demonstrations("demonstrations/mine").summary.missing == 6 - len(before)
     with Path("demonstrations/mine/rows.jsonl").open("a") as file:
         file.write('{"place": 5, "sam')  # what a kill in the middle of a write leaves
     resets = len(Path("resets").read_text())

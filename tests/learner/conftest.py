@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from sensorium.models.tiny import make_tiny
-from tests.families import SENSING, wide_weights
+from tests.families import SENSING, make_short, wide_weights
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny checkpoints with weights large enough for logits of several units."""
     folder = tmp_path_factory.mktemp("tiny")
-    return {family: make_tiny(family, folder / family, **wide_weights(family, 0.15, "", "vision")) for family in SENSING}
+    sizes = {family: wide_weights(family, 0.15, "", "vision") for family in SENSING}
+    return {family: make_short(family, folder / family, **given) for family, given in sizes.items()}
 
 
 @pytest.fixture(scope="session")

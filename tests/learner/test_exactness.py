@@ -10,9 +10,8 @@ from torch import Tensor
 from sensorium.learner import forward
 from sensorium.learner.learner import CreditedEpisode, Learner
 from sensorium.models.policy import FrozenCopy, Policy
-from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
-from tests.families import FAMILY_ROWS, SENSING, UNUSED, wide_weights
+from tests.families import FAMILY_ROWS, SENSING, UNUSED, make_short, wide_weights
 
 from .played import Groups, Player, distribution, make_learner, open_policy, stock_model, stock_rows
 
@@ -138,7 +137,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("family", SENSING)
 def test_gradients_equal_the_stock_model_row_by_row_for_any_microbatch(family: str, tmp_path: Path) -> None:
     given = wide_weights(family, 0.1, "vision") | {"tie_word_embeddings": FAMILY_ROWS[family].tied}
-    folder, other = (make_tiny(family, tmp_path / str(seed), seed, **given) for seed in (1, 2))
+    folder, other = (make_short(family, tmp_path / str(seed), seed, **given) for seed in (1, 2))
     policy = open_policy(folder)
     player = Player(policy)
     groups = [play(player) for name, play in layouts(policy).items() if name in DESCENDED]

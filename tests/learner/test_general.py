@@ -21,7 +21,7 @@ from sensorium.recipe.schema import (
     LossSection,
     OptimizerSection,
 )
-from tests.families import FAMILY_ROWS, wide_weights
+from tests.families import FAMILY_ROWS, make_short, wide_weights
 
 from .played import Groups, Player, make_learner
 from .test_critic import OWN, SHARED, play, taught, with_critic
@@ -59,7 +59,7 @@ def gradients(learner: Learner, groups: Groups) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("family", NATIVE)
 def test_logprobs_and_gradients_equal_those_of_the_familys_own_adapter(family: str, tmp_path: Path) -> None:
-    folder = make_tiny(family, tmp_path / "tiny", **wide_weights(family, 0.15, "", "vision"))
+    folder = make_short(family, tmp_path / "tiny", **wide_weights(family, 0.15, "", "vision"))
     store, rounding = MediaStore(), FAMILY_ROWS[family].rounding
     found, pulled = [], []
     for name in ("general", "auto"):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
 from torch import Tensor
 from transformers import BlipConfig, Qwen2_5_VLModel
 
@@ -26,42 +25,14 @@ from sensorium.models.tiny import make_tiny
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import VideoParameters
 from sensorium.vocabulary.errors import MediaError, ModelError
-from tests.general_checkpoints import GENERAL, General, make_checkpoint, square, text, vision, write_checkpoint
+from tests.general_checkpoints import General, make_checkpoint, square, text, vision, write_checkpoint
 
 from ..engines.conftest import ask, generate
-from .clips import decoded, noise
-
-SEEING = [name for name, row in GENERAL.items() if "image" in row.shown and not row.refused]
-# Of several pictures of a prompt one numbers them, the other puts all first: a thread that grows turn by turn cannot.
-BY_TURN = ("minicpmv4_6", "paligemma2")
+from .clips import noise
 
 
 def opened(name: str, folder: Path, **sizes: Any) -> Policy:
     return load_policy(str(make_checkpoint(name, folder, **sizes)), store=MediaStore(), family="general")
-
-
-@pytest.mark.parametrize("name", [name for name in SEEING if name not in BY_TURN])
-def test_a_row_is_what_the_processor_makes_of_the_whole_prompt(name: str, tmp_path: Path) -> None:
-    policy = opened(name, tmp_path)
-    general, processor = policy.general, policy.chat.processor
-    assert general is not None
-    pictures = [noise(policy.chat.store, 1, 40, 64), noise(policy.chat.store, 2, 96, 48)]
-    row = general.row(policy.chat, [policy.chat.render([user(pictures[0], pictures[1], "which?")])])
-    given = general.inputs(policy.chat, [row], "right")
-    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "which?"}]
-    prompt = processor.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
-    images: list[Image.Image] = [decoded(policy.chat.store, picture) for picture in pictures]
-    made = processor(text=[prompt], images=[images], return_tensors="pt", add_special_tokens=False)
-    wanted: dict[str, Tensor] = {key: value for key, value in made.items() if key != "labels"}
-    assert given.keys() - {"position_ids"} == wanted.keys()
-    for key, value in wanted.items():
-        assert torch.equal(given[key], value), key
-    with torch.no_grad():
-        stock = policy.model(**wanted, use_cache=False).logits
-        ours = policy.model(**given, use_cache=False).logits
-    assert (ours - stock).abs().max() <= 1e-5 * stock.abs().max()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "idefics3", "qwen3_next"])

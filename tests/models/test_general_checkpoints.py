@@ -1,67 +1,27 @@
-"""The tiny checkpoints of foreign families are complete: what they are shown changes what they say."""
+"""The tiny checkpoints of foreign families are what the plan counts, and their templates ask for answers.
+
+That stock classes load them and see what is shown: test_general_families.py.
+"""
 
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor
 
 from sensorium.models.family import group_of
 from sensorium.models.general_path import module_groups
 from sensorium.recipe.shape import read_shape
 from tests.general_checkpoints import GENERAL, VOXTRAL_SOUND, make_checkpoint, model_class, tokenizer_of
 
-TRAINED = [name for name, row in GENERAL.items() if not row.refused]
-
-
-def picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
-    """Large blocks of a few colours, which no resizing evens out."""
-    blocks = np.random.default_rng(seed).integers(0, 255, (2, 2, 3), dtype=np.uint8)
-    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
-
 
 def sound(seed: int, seconds: float = 0.5) -> np.ndarray:
     times = np.arange(round(16000 * seconds)) / 16000
     pitches = np.random.default_rng(seed).uniform(100, 4000, (3, 1))
     return (0.2 * np.sin(2 * np.pi * pitches * times).sum(0)).astype(np.float32)
-
-
-def last_log_probs(model: Any, owner: Any, shown: dict[str, Any], question: str) -> torch.Tensor:
-    content = [*({"type": kind} for kind in shown), {"type": "text", "text": question}]
-    template = owner.chat_template or owner.tokenizer.chat_template
-    text = owner.apply_chat_template(
-        [{"role": "user", "content": content}], chat_template=template, add_generation_prompt=True, tokenize=False
-    )
-    media = {{"image": "images"}.get(kind, kind): [medium] for kind, medium in shown.items()}
-    inputs = owner(text=[text], **media, return_tensors="pt")
-    inputs.pop("labels", None)
-    with torch.inference_mode():
-        return model(**inputs, use_cache=False).logits[0, -1].log_softmax(-1)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_tiny_checkpoint_loads_and_what_it_is_shown_changes_the_answer(name: str, tmp_path: Path) -> None:
-    row, folder = GENERAL[name], make_checkpoint(name, tmp_path)
-    loader = model_class(AutoConfig.from_pretrained(folder))
-    model, found = loader.from_pretrained(
-        folder, output_loading_info=True, dtype=torch.float32, attn_implementation=row.attention
-    )
-    assert not any(found.values())
-    owner = (AutoProcessor if row.processor else AutoTokenizer).from_pretrained(folder)
-    make = {"image": picture, "audio": sound}
-    model.eval()
-    for kind in row.shown or (None,):  # a text model is shown nothing
-        shown = [{kind: make[kind](seed)} if kind else {} for seed in (1, 2)]
-        before = last_log_probs(model, owner, shown[0], "what colour?")
-        assert before.max() - before.min() > 3
-        assert (last_log_probs(model, owner, shown[0], "where?") - before).abs().max() > 0.02
-        if kind:
-            assert (last_log_probs(model, owner, shown[1], "what colour?") - before).abs().max() > 0.02
 
 
 @pytest.mark.parametrize("name", ["minicpmv4_6", "ovis2", "qwen2_vl"])

@@ -74,6 +74,7 @@ def written(run: Path) -> list[tuple[int, ...]]:
     return [turn.response.tokens for group in groups for episode in group.episodes for turn in episode.turns]
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     recipe, closed = tmp_path / "recipe.yaml", tmp_path / "closed"
