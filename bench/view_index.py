@@ -17,7 +17,7 @@ from random import Random
 from sensorium.runs.durable import write_whole
 from sensorium.runs.episodes import EpisodeCredit, write_episodes
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.view.index import EpisodeIndex, Search
+from sensorium.viewer.index import EpisodeIndex, Search
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 
 STEP, GROUP, TOKENS, WORDS = 256, 8, 96, 20_000

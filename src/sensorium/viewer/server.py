@@ -28,9 +28,9 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.services.application import foreign
-from sensorium.view.episode import RunMedia, episode_page, medium_of
-from sensorium.view.index import EpisodeIndex, Search
-from sensorium.view.runs import COLOURS, ViewedRun, charts, find_runs, recipe_differences
+from sensorium.viewer.episode import RunMedia, episode_page, medium_of
+from sensorium.viewer.index import EpisodeIndex, Search
+from sensorium.viewer.runs import COLOURS, ViewedRun, charts, find_runs, recipe_differences
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import SensoriumError
 
@@ -53,7 +53,7 @@ HEADERS = {
 }
 KEPT = {"Cache-Control": "private, max-age=86400, immutable"}  # of what is named by its content's hash
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-ASSETS = ("view", "report")
+ASSETS = ("viewer", "report")
 
 Json = dict[str, Any]
 
@@ -221,7 +221,7 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S) -> F
 
     @app.get("/")
     def page() -> Response:
-        return asset("view/index.html")
+        return asset("viewer/index.html")
 
     @app.get("/assets/{folder}/{name}")
     def stored(folder: str, name: str) -> Response:

@@ -15,8 +15,8 @@ from sensorium.data.media_store import MediaStore
 from sensorium.runs.episodes import TRANSCRIPTS, write_episodes
 from sensorium.runs.metrics import Notice, write_notice
 from sensorium.runs.run_directory import RunDirectory, lock_run
-from sensorium.view.episode import places_in, places_named
-from sensorium.view.server import HEADERS, make_view
+from sensorium.viewer.episode import places_in, places_named
+from sensorium.viewer.server import HEADERS, make_view
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 from sensorium.vocabulary.content import Media
 from tests.data.clips import CLIP, middle
@@ -220,10 +220,10 @@ def test_a_damaged_file_of_judges_is_named_on_the_page(odd: tuple) -> None:
         (f"/{TOKEN}/openapi.json", {}, 404),
         (f"/{TOKEN}/docs", {}, 404),
         (f"/{TOKEN}/secret.txt", {}, 404),
-        (f"/{TOKEN}/assets/view/..%2F..%2Fpy.typed", {}, 404),
+        (f"/{TOKEN}/assets/viewer/..%2F..%2Fpy.typed", {}, 404),
         (f"/{TOKEN}/assets/..%2Fsrc/x", {}, 404),
-        (f"/{TOKEN}/assets/view/%2e%2e%2findex.py", {}, 404),
-        (f"/{TOKEN}/assets/view/index.py", {}, 404),
+        (f"/{TOKEN}/assets/viewer/%2e%2e%2findex.py", {}, 404),
+        (f"/{TOKEN}/assets/viewer/index.py", {}, 404),
         (f"/{TOKEN}/..%2f..%2f..%2fetc/passwd", {}, 404),
     ],
 )

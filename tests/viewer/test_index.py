@@ -16,7 +16,7 @@ from bench.view_index import write_run
 from sensorium.rewards.judges.transcripts import TranscriptLine, Transcripts
 from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, read_groups, write_episodes
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.view.index import EpisodeIndex, Search, Sort, index_path
+from sensorium.viewer.index import EpisodeIndex, Search, Sort, index_path
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 from sensorium.vocabulary.errors import SensoriumError
 from tests.report.synthetic_run import make_run, make_walks

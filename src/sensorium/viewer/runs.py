@@ -17,7 +17,7 @@ from sensorium.report.charts import Series, line_chart
 from sensorium.runs.metrics import read_health
 from sensorium.runs.process_table import alive, read_processes
 from sensorium.runs.run_directory import RunDirectory, last_holder
-from sensorium.view.index import EpisodeIndex
+from sensorium.viewer.index import EpisodeIndex
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 from sensorium.vocabulary.plain import differences
 from sensorium.vocabulary.secrets import without_keys
