@@ -2,8 +2,7 @@
 
 import asyncio
 
-from sensorium.engines.protocol import Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Sampling, ScriptedEngine
 from sensorium.vocabulary.content import user
 
 from .conftest import Bench, ask

@@ -18,8 +18,7 @@ from PIL import Image
 from sensorium.cli.main import main
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Request, Sampling, ScriptedEngine
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.adapters.content import text_form
 from sensorium.envs.adapters.gymnasium import actions_of

@@ -10,8 +10,7 @@ import pytest
 
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native.native_engine import NativeEngine
-from sensorium.engines.protocol import Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.question import Question
 from sensorium.models.load import load_policy

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Request, Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.remote.client import RemoteEnvironment
 from sensorium.models.policy import Policy

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Request, Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.learner.credited_episode import Assessment, find_positions
 from sensorium.models.policy import Policy

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from sensorium.data.media_store import MediaStore
-from sensorium.engines.protocol import Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult, checked_step
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Request, Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.models.policy import Policy
 from sensorium.recipe.registry import build, plays_for_anybody, resolve, table

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium.data.media_store import MediaStore
-from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Capabilities, LiveEpisodes, Request, Response, Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.question import Question
 from sensorium.models.load import load_policy

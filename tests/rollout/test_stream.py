@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.data.media_store import MediaStore
-from sensorium.engines.protocol import Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.evaluation.evaluate import cut, play_chunks
 from sensorium.models.load import load_policy

@@ -20,8 +20,7 @@ from examples.shapes_agent import COLOURS, SHAPES
 from sensorium.assembly.playing import EnvironmentMaker
 from sensorium.data.demonstrations import DemonstrationRows, Recording, RecordingClaim, row_of
 from sensorium.data.media_store import MediaStore
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Request, Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation, StepResult
 from sensorium.envs.remote.wire import reset_from_json, reset_to_json, step_from_json, step_to_json
 from sensorium.models.load import load_policy

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import ScriptedEngine
 from sensorium.models.policy import Policy
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.loop import Trainer

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sensorium.data.media_store import MediaStore
-from sensorium.engines.protocol import Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Sampling, ScriptedEngine
 from sensorium.envs.protocol import Observation
 from sensorium.models.load import load_policy
 from sensorium.models.policy import Policy

@@ -173,7 +173,7 @@ def _player(recipe: Recipe, order: RecordingOrder, bar: WorkBar, opened: ExitSta
         own = opened.enter_context(model_session(recipe, path))
         return _Player(own.store, own.scorer, own.rollout)
     from sensorium.cli.validation import model_free_session
-    from sensorium.engines.scripted import ScriptedEngine
+    from sensorium.engines.protocol import ScriptedEngine
     from sensorium.rollout.play import Rollout
 
     bar.begin(f"{recipe.name}: loading the tokenizer and the chat template of {recipe.model.path}")

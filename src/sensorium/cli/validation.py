@@ -31,8 +31,7 @@ from sensorium.data.task_content import (
     repeated_ids,
     text_alone,
 )
-from sensorium.engines.protocol import Request
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Request, ScriptedEngine
 from sensorium.envs.actions import ActionGrammar
 from sensorium.envs.protocol import Environment
 from sensorium.envs.remote.instances import InstancePool, poolable

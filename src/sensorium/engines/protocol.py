@@ -1,4 +1,4 @@
-"""What an engine is: requests, responses, capabilities, and its life as a run drives it.
+"""What an engine is: requests, responses, capabilities, and its life as a run drives it; and the simplest one.
 
 engine = NAME(policy=…, lockstep=…, **options)    rollout.engine in the recipe; nothing heavy happens yet
 engine.start()                                    ready to sample, with the weights of ``policy``
@@ -12,10 +12,13 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import EngineError
+
+if TYPE_CHECKING:  # an engine's protocol needs no model
+    from sensorium.models.chat_processor import ChatProcessor
 
 
 def response_key(seed: int, step: int, task_id: str, episode: int, turn: int) -> int:
@@ -187,3 +190,33 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release all resources; a closed engine cannot sample."""
+
+
+class ScriptedEngine:
+    """Replays given answers as if they were sampled, with log-probs of zero: for validation, tests and demonstrations."""
+
+    def __init__(self, chat: "ChatProcessor", answers: Callable[[Request], str]) -> None:
+        self.capabilities = Capabilities(chat.modalities, deterministic=True)
+        self.version = 0
+        self._chat = chat
+        self._answers = answers
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    async def generate(self, request: Request, episodes: LiveEpisodes | None = None) -> Response:
+        """The scripted answer as a model segment that stops by itself."""
+        return Response(self._chat.respond(self._answers(request), request.name, self.version), "stop")
+
+    def release(self, thread: str) -> None:
+        """Nothing is kept."""
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Only the version changes."""
+        self.version = version
+
+    def reset_cache(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -16,7 +16,7 @@ from sensorium.assembly.determinism import surroundings, warn_if_changed
 from sensorium.assembly.playing import sampling_of
 from sensorium.assembly.session import Session, model_session
 from sensorium.cluster.event_loop import lasting_objects, run_async
-from sensorium.data.mixture import each_once, make_sources, table_columns, with_way_out
+from sensorium.data.mixture import each_once, make_sources, permuted, table_columns, with_way_out
 from sensorium.engines.protocol import Sampling
 from sensorium.evaluation.folder import EvaluationFolder, Journal, add_costs
 from sensorium.evaluation.summary import Row, Sample, row_of, sample_of, summarize_samples
@@ -29,6 +29,7 @@ from sensorium.rollout.blanking import blanking, refuse_unseen
 from sensorium.rollout.play import Attempt, Rollout
 from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import task_to_json
+from sensorium.runs.metrics import SightResult
 from sensorium.vocabulary.content import MediaKind
 from sensorium.vocabulary.episode import Episode, Group
 from sensorium.vocabulary.errors import PromptTooLong, TaskError
@@ -312,3 +313,55 @@ def _claim(recipe: Recipe, chunk: int, blanked: list[MediaKind]) -> dict[str, An
             "rewards": data["rewards"],
         },
     }
+
+
+BeginPlaying = Callable[[int], Callable[[int], None] | None]
+
+
+async def check_sight(
+    recipe: Recipe, session: Session, tasks: Sequence[Task], step: int = 0, begin: BeginPlaying = lambda of: None
+) -> list[SightResult]:
+    """The sight check: does the model look and listen? Play some held-out tasks with and without each kind of media.
+
+    Empty where they show none. The run does not notice: tasks are played greedily, the engine is refreshed afterwards, and
+    what is played goes into no ledger step and no metrics but ``sight/…``. ``begin`` is called before each round with its
+    episodes; what it returns gets how many are done.
+    """
+    few = spread(tasks, recipe.health.sight_tasks)
+    if not any(task.environment or any(message.media for message in task.messages) for task in few):
+        return []
+    try:
+        at = f"step_{step}"
+        greedy: dict[str, Any] = {"name": "sight", "temperature": 0.0}
+        shown = (await evaluate(session, recipe, few, **greedy, occasion=at, progress=begin(len(few)))).groups
+        messages = [message for group in shown for message in group.task.messages]
+        messages += [m for group in shown for e in group.episodes for turn in e.turns for m in turn.observation]
+        results = []
+        for kind in sorted({part.kind for message in messages for item in message.media for part in item.parts}):
+            without = replace(session, rollout=blanking([kind], session.rollout))
+            occasion = f"{at}_without_{kind}"
+            blanked = await evaluate(without, recipe, few, **greedy, occasion=occasion, progress=begin(len(few)))
+            results.append(sight_result(kind, shown, blanked.groups))
+        return results
+    finally:
+        session.forget_played()
+
+
+def spread(tasks: Sequence[Task], most: int) -> list[Task]:
+    """At most ``most`` tasks, drawn at random: every sixteenth task, say, may be of one kind where kinds take turns."""
+    count = min(most, len(tasks))
+    return [tasks[i] for i in sorted(permuted(place, len(tasks), "sight") for place in range(count))]
+
+
+def sight_result(kind: str, shown: Sequence[Group], blanked: Sequence[Group]) -> SightResult:
+    """What blanking a kind of media changed."""
+    answers = [[episode.response for group in groups for episode in group.episodes] for groups in (shown, blanked)]
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    judged = any(episode.correct is not None for group in (*shown, *blanked) for episode in group.episodes)
+
+    def mean(groups: Sequence[Group]) -> float:
+        found = [e.correct if judged else e.reward for group in groups for e in group.episodes]
+        values = [float(value) for value in found if value is not None]
+        return sum(values) / len(values) if values else 0.0
+
+    return SightResult(kind, len(shown), mean(shown), mean(blanked), same, "accuracy" if judged else "mean reward")

@@ -21,7 +21,7 @@ from sensorium.cluster.event_loop import set_aside, set_aside_more, take_back
 from sensorium.data.demonstrations import DemonstrationRows
 from sensorium.data.mixture import SkippedRow
 from sensorium.data.planner import Planner
-from sensorium.evaluation.evaluate import EvaluationResult, evaluate, nothing_scored
+from sensorium.evaluation.evaluate import EvaluationResult, check_sight, evaluate, nothing_scored
 from sensorium.evaluation.summary import outcome_of, summary_metrics
 from sensorium.kernels.first_use import given_up, take_untold_seconds
 from sensorium.learner.credited_episode import CreditedEpisode
@@ -41,7 +41,6 @@ from sensorium.trainer.credit import credit
 from sensorium.trainer.health.facts import Evidence, answer_counts, unanswered
 from sensorium.trainer.health.monitor import Health, refuse_ruined
 from sensorium.trainer.health.rules import SLOW_CALL_S
-from sensorium.trainer.health.sight import check_sight
 from sensorium.trainer.health.start_checks import has_demonstration
 from sensorium.trainer.schedules import RUN_ENDED, Schedule, make_schedule
 from sensorium.trainer.step_metrics import (

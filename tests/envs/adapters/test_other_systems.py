@@ -11,8 +11,7 @@ from PIL import Image
 from sensorium.assembly.playing import EnvironmentMaker
 from sensorium.data.environment_tasks import EnvironmentTasks
 from sensorium.data.media_store import MediaStore
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Request, Sampling, ScriptedEngine
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.schema import RolloutSection

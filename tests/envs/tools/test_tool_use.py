@@ -15,8 +15,7 @@ from sensorium.assembly.playing import EnvironmentMaker
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.rows import JsonlRows
-from sensorium.engines.protocol import Request, Sampling
-from sensorium.engines.scripted import ScriptedEngine
+from sensorium.engines.protocol import Request, Sampling, ScriptedEngine
 from sensorium.envs.shipped_tools import Calculator, Crop
 from sensorium.envs.tool_use import Toolbox, ToolContext, ToolSpec, ToolUse, write_call
 from sensorium.models.load import load_policy

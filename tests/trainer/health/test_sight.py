@@ -2,8 +2,8 @@
 
 import pytest
 
+from sensorium.evaluation.evaluate import sight_result, spread
 from sensorium.runs.metrics import SightResult
-from sensorium.trainer.health.sight import _compared, spread
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Turn
 
 
@@ -11,7 +11,7 @@ from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, T
 def test_what_is_compared_is_called_by_its_name(correct: bool | None, measure: str, shown: float) -> None:
     scores = (Score("judge", -0.25, correct=correct),)
     episode = Episode("e", "t", "g", 0, (), (), Status.FINISHED, scores=scores)
-    found = _compared("picture", [Group("g", Task("t"), (episode,))], [Group("g", Task("t"), (episode,))])
+    found = sight_result("picture", [Group("g", Task("t"), (episode,))], [Group("g", Task("t"), (episode,))])
     assert (found.measure, found.shown, found.blanked) == (measure, shown, shown)
 
 
@@ -23,7 +23,7 @@ def test_shown_and_blanked_are_not_mixed_up() -> None:
             "g", Task("t"), (Episode("e", "t", "g", 0, (), (Turn(0, (), response, 0, 0),), Status.FINISHED, scores=scores),)
         )
 
-    found = _compared("sound", [group(True, "a"), group(True, "b")], [group(False, "a"), group(True, "c")])
+    found = sight_result("sound", [group(True, "a"), group(True, "b")], [group(False, "a"), group(True, "c")])
     assert found == SightResult("sound", tasks=2, shown=1.0, blanked=0.5, same=1)
 
 
