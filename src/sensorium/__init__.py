@@ -1,6 +1,6 @@
 """Sensorium trains models that see, hear and act, by reinforcement learning.
 
-``import sensorium as sn`` gives the Python API: ``sn.train``, ``sn.resume``, ``sn.sweep``, ``sn.evaluate``, ``sn.load``.
+``import sensorium as sn`` gives the Python API: ``sn.train``, ``sn.resume``, ``sn.sweep``, ``sn.evaluate``, ``sn.rescore``.
 Importing it is cheap: what a name stands for is imported when it is first used.
 """
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from sensorium.api.chat import Model, Reply, load
     from sensorium.api.run import Run, Table
     from sensorium.api.sweep import Sweep, sweep
-    from sensorium.api.train import Demonstrations, Evaluation, evaluate, fork, record, resume, train
+    from sensorium.api.train import Demonstrations, Evaluation, Rescoring, evaluate, fork, record, rescore, resume, train
     from sensorium.recipe import Recipe, load_recipe, register
     from sensorium.vocabulary import Episode, Score, Task, reward
     from sensorium.vocabulary.errors import SensoriumError
 
 __version__ = "0.2.0"
 __all__ = [
-    "Demonstrations", "Episode", "Evaluation", "Model", "Recipe", "Reply", "Run", "Score", "SensoriumError", "Sweep",
-    "Table", "Task", "__version__", "evaluate", "fork", "load", "load_recipe", "record", "register", "resume", "reward",
-    "sweep", "train",
+    "Demonstrations", "Episode", "Evaluation", "Model", "Recipe", "Reply", "Rescoring", "Run", "Score", "SensoriumError",
+    "Sweep", "Table", "Task", "__version__", "evaluate", "fork", "load", "load_recipe", "record", "register", "rescore",
+    "resume", "reward", "sweep", "train",
 ]  # fmt: skip
 
 _PLACES = {
@@ -37,6 +37,7 @@ _PLACES = {
     "Model": "sensorium.api.chat",
     "Recipe": "sensorium.recipe",
     "Reply": "sensorium.api.chat",
+    "Rescoring": "sensorium.api.train",
     "Run": "sensorium.api.run",
     "Score": "sensorium.vocabulary",
     "SensoriumError": "sensorium.vocabulary.errors",
@@ -49,6 +50,7 @@ _PLACES = {
     "load_recipe": "sensorium.recipe",
     "record": "sensorium.api.train",
     "register": "sensorium.recipe",
+    "rescore": "sensorium.api.train",
     "resume": "sensorium.api.train",
     "reward": "sensorium.vocabulary",
     "sweep": "sensorium.api.sweep",

@@ -1,4 +1,4 @@
-"""Training, evaluating and recording from Python: ``run = sn.train(recipe, steps=100)``, ``sn.evaluate(run)``."""
+"""Training, evaluating, scoring again and recording: ``run = sn.train(recipe, steps=100)``, ``sn.evaluate(run)``."""
 
 import asyncio
 import contextvars
@@ -9,15 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from sensorium.api.recipes import recipe_of
+from sensorium.api.recipes import data_of, recipe_of
 from sensorium.api.run import Run, Table
 from sensorium.cluster.event_loop import forget, interrupt
 from sensorium.data.demonstrations import Recording, RecordingSummary, summary_of
 from sensorium.data.mixture import resolve_epochs
 from sensorium.evaluation.folder import default_folder, evaluated_model
+from sensorium.recipe.load import check_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.report.console import ConsoleWatcher, EvaluationBar, WorkBar
-from sensorium.report.tables import markdown, summary_grid
+from sensorium.report.tables import markdown, rescoring_grids, summary_grid
 from sensorium.report.terminal import Terminal, say
 from sensorium.report.watcher import Watcher
 from sensorium.runs.checkpoint_layout import CheckpointFolder
@@ -233,6 +234,80 @@ def evaluate(
         say(f"evaluating {path} into {folder}", console)
     with EvaluationBar(console) as bar:
         return Evaluation(play(bar.tell), folder)
+
+
+class Rescoring(Mapping[str, Any]):
+    """What other rewards change, by name (``reward``, ``terms``, ``signs``, ``learning``, ``correlation``, ``changed``, …).
+
+    Pairs are old and new. A notebook shows the tables.
+    """
+
+    def __init__(self, summary: Mapping[str, Any], folder: Path) -> None:
+        self.summary, self.folder = dict(summary), folder
+
+    @property
+    def episodes(self) -> Table:
+        """One row an episode: reward, correct, scores and advantages by turn, each old and new."""
+        return Table(list(read_rows(self.folder / "episodes.jsonl")))
+
+    def __getitem__(self, key: str) -> Any:
+        return self.summary[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.summary)
+
+    def __len__(self) -> int:
+        return len(self.summary)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(markdown, rescoring_grids(self.summary)))
+
+    def _repr_markdown_(self) -> str:
+        return repr(self)
+
+
+def rescore(
+    run: str | Path | Run,
+    rewards: Any = None,
+    *,
+    judges: Mapping[str, Any] | None = None,
+    steps: int | str | tuple[int, int] = "",
+    evaluations: bool = False,
+    limit: int = 0,
+    out: str | Path | None = None,
+    show: bool = True,
+) -> Rescoring:
+    """Score a run's stored episodes again; the run is not changed.
+
+    ``rewards``: as in ``train``, or a YAML file with the section; None for the run's own. ``judges``: changes to that
+    section. ``steps``: "A..B", (A, B) or one. ``evaluations``: held-out episodes. ``limit``: groups at most.
+    ``show``: print progress.
+    """
+    from sensorium.trainer.rescoring import SECTIONS, RescoringOrder, rescoring_folder, rescoring_recipe, steps_of
+    from sensorium.trainer.rescoring import rescore as score_again
+
+    seen = run if isinstance(run, Run) else Run(run)
+    span = "..".join(map(str, steps)) if isinstance(steps, tuple) else str(steps)
+    order = RescoringOrder(*(steps_of(span) if span else (0, 0)), limit, evaluations)
+    is_file = isinstance(rewards, Path) or (isinstance(rewards, str) and Path(rewards).exists())
+    if is_file and not judges:
+        recipe = rescoring_recipe(seen.directory, rewards)
+    else:
+        if is_file:
+            raise RecipeError("judges is given beside a file of rewards; write the section judges into that file.")
+        given = {"rewards": rewards, "judges": judges}
+        changes = {name: value for name, value in given.items() if value is not None}
+        recipe = check_recipe(*data_of(seen, changes), SECTIONS)
+    terms = Path(rewards).stem if is_file else "_".join(term.name for term in recipe.rewards.terms)
+    folder = Path(out) if out is not None else rescoring_folder(seen.directory, f"by_{terms}", order)
+    with WorkBar(silent=not show) as bar:
+
+        def tell(done: int, of: int) -> None:
+            if not done:
+                bar.begin(f"scoring the episodes of {of} steps of {seen.directory} again, into {folder}", of)
+            bar.tell(done)
+
+        return Rescoring(outside_loop(lambda: score_again(seen.directory, recipe, folder, order, tell)), folder)
 
 
 class Demonstrations(Sequence[dict[str, Any]]):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sensorium.data.media_files import MediaLimits
-from sensorium.data.media_store import MediaStore
+from sensorium.data.media_store import MediaStore, StoredMedia
 from sensorium.data.mixture import TaskStream, make_sources
 from sensorium.engines.protocol import Sampling
 from sensorium.envs.protocol import Environment
@@ -28,9 +28,17 @@ if TYPE_CHECKING:
 
 
 def open_store(recipe: Recipe, folder: Path | None = None) -> MediaStore:
+    return MediaStore(folder, limits=_limits(recipe))
+
+
+def stored_media(recipe: Recipe, folder: Path) -> StoredMedia:
+    """The media of a folder that nothing may be written to."""
+    return StoredMedia(folder, limits=_limits(recipe))
+
+
+def _limits(recipe: Recipe) -> MediaLimits:
     section = recipe.media
-    limits = MediaLimits(section.max_pixels, section.max_file_mib, section.max_clip_s, section.max_clip_mib)
-    return MediaStore(folder, limits=limits)
+    return MediaLimits(section.max_pixels, section.max_file_mib, section.max_clip_s, section.max_clip_mib)
 
 
 def make_scorer(

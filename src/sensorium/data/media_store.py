@@ -264,6 +264,18 @@ class MediaStore:
         self._count(len(data))
 
 
+class StoredMedia(MediaStore):
+    """The media of a folder that is only read; what is put here stays in memory."""
+
+    def __init__(self, folder: Path, limits: MediaLimits | None = None) -> None:
+        super().__init__(limits=limits)
+        self._read = folder
+
+    def _path(self, media: Media) -> Path | None:
+        known = super()._path(media)
+        return known if known is not None or self._bytes.get(media.hash) is not None else self._read / media.hash
+
+
 def _named(media: Media) -> str:
     return f"{media.kind} {media.hash[:12]} ({media.origin or 'unknown origin'})"
 

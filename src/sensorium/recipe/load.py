@@ -97,8 +97,13 @@ def _read(text: str, name: str) -> tuple[dict[str, Any], dict[Place, str]]:
     return data, {place: f"{name}, line {line}" for place, line in lines.items()}
 
 
-def check_recipe(data: dict[str, Any], name: str, origins: dict[Place, str] | None = None) -> Recipe:
-    """The recipe of plain data. Errors name the ``origins`` of its parts, or ``name``."""
+def check_recipe(
+    data: dict[str, Any], name: str, origins: dict[Place, str] | None = None, sections: Collection[str] = ()
+) -> Recipe:
+    """The recipe of plain data. Errors name the ``origins`` of its parts, or ``name``.
+
+    ``sections``: only these are used, so what names in others stand for is not looked up.
+    """
     origins = origins or {}
     try:
         # Strict, as JSON: lists become tuples and whole numbers floats, and nothing else is converted.
@@ -108,6 +113,8 @@ def check_recipe(data: dict[str, Any], name: str, origins: dict[Place, str] | No
     found = []
     for at, text in problems(recipe):
         place = tuple(int(part) if part.isdigit() else part for part in at.split("."))
+        if sections and place[0] not in sections:
+            continue
         found.append(f"{_where(place, origins, name)}: {text}")
     if found:
         raise RecipeError(_paragraph(found))

@@ -3,7 +3,7 @@
 Categories are columns, as in published tables; if there are too many, or the terminal is too narrow, they are rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -279,6 +279,69 @@ def settings_grid(settings: Sequence[Part], notes: Sequence[str], title: str = "
             cells += [_change_edges(change, across, scale) for across in ("across_seeds", "across_tasks")]
         rows.append((one["name"], cells))
     return _grid(title, columns, rows, notes)
+
+
+MOST_SHOWN = 10
+
+
+def rescoring_grids(found: Summary) -> list[Grid]:
+    """Stored episodes that were scored again: what changed by term, and the episodes that change most."""
+    rows = [("reward", _old_and_new(found["reward"]))]
+    if any(found["accuracy"]["n"]):
+        rows.append(("right", _old_and_new(found["accuracy"], share)))
+    learning = found["learning"]
+    if any(learning["groups"]):
+        rows.append(("learning share", _old_and_new({"mean": learning["share"], "n": learning["groups"]}, share)))
+    rows += [(f"reward/{name}", _old_and_new(term)) for name, term in found["terms"].items()]
+    steps = found["steps"]
+    span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    what = "held-out episodes" if found["evaluations"] else "episodes"
+    title = f"{found['run']}: {found['episodes']:,} {what} of {counted(found['groups'], 'group')} ({span}), scored again"
+    columns = ["weight", "mean", "n", "new weight", "new mean", "new n", "change"]
+    grids = [_grid(title, columns, rows, list(_rescoring_notes(found)))]
+    if found["changed"]:
+        shown = found["changed"][:MOST_SHOWN]
+        lines = [
+            (row["episode"], [str(row["step"]), *map(_number, row["reward"]), _change(row["reward"]), row["term"]])
+            for row in shown
+        ]
+        title = "the episodes that change most"
+        grids.append(_grid(title, ["step", "reward", "new reward", "change", "mostly by"], lines, ()))
+    return grids
+
+
+def _old_and_new(part: Part, text: Callable[[float | None], str] | None = None) -> list[str]:
+    cells = []
+    weights = part.get("weight", (None, None))
+    for weight, mean, n in zip(weights, part["mean"], part["n"], strict=True):
+        cells += ["" if weight is None else f"{weight:g}", (text or _number)(mean), f"{n:,}"]
+    change = _change(part["mean"]) if text is None else _change(part["mean"], 100, ".1f")
+    return [*cells, change]
+
+
+def _change(pair: Sequence[float | None], scale: int = 1, form: str = ".3f") -> str:
+    old, new = pair
+    return "–" if old is None or new is None else f"{scale * (new - old):+{form}}"
+
+
+def _rescoring_notes(found: Summary) -> Iterator[str]:
+    signs, related = found["signs"], found["correlation"]
+    if signs is not None:
+        turns = (
+            f", {signs['turns']:,} of {signs['all_turns']:,} turns" if signs["all_turns"] > signs["all_episodes"] else ""
+        )
+        yield (
+            f"advantages change sign in {signs['groups']:,} of {counted(signs['compared'], 'group')}: "
+            f"{signs['episodes']:,} of {counted(signs['all_episodes'], 'episode')}{turns}."
+        )
+    names = {"pearson": "Pearson", "rank": "of ranks", "within_groups": "within groups"}
+    known = [f"{related[key]:.3f} ({name})" for key, name in names.items() if related[key] is not None]
+    which = f"old and new reward of {counted(related['n'], 'episode')}"
+    yield f"correlation of the {which}: {', '.join(known)}." if known else f"no correlation: the {which} do not both vary."
+    for name, reasons in found["missing"].items():
+        reason, count = next(iter(reasons.items()))
+        yield f"'{name}' gave no score to {counted(count, 'episode')} because: {reason}"
+    yield from found["notes"]
 
 
 def _edges(part: Part | None, across: str, scale: int = 1) -> str:

@@ -209,7 +209,7 @@ def episode_to_json(episode: Episode, *, routes: bool = False) -> Json:
     return names | _sparse(
         status=episode.status.value,
         failure=episode.failure,
-        scores=[_score_to_json(score) for score in episode.scores],
+        scores=[score_to_json(score) for score in episode.scores],
         info=episode.info,
         head=messages_to_json(episode.head),
         turns=turns,
@@ -256,7 +256,8 @@ def episode_from_json(data: Json) -> Episode:
     )
 
 
-def _score_to_json(score: Score) -> Json:
+def score_to_json(score: Score) -> Json:
+    """A score without the fields that are as usual."""
     return {"name": score.name} | _sparse(
         value=_number(score.value),
         weight=score.weight,

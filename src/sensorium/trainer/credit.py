@@ -175,6 +175,25 @@ def groups_with_signal(
     return frozenset(group.id for group, members in zip(groups, moved, strict=True) if bool(members.any()))
 
 
+def credit_by_rewards(
+    groups: Sequence[Group],
+    algorithm: AlgorithmSection,
+    *,
+    mask_truncated: bool = False,
+    greedy: Mapping[str, float] | None = None,
+) -> list[list[CreditedEpisode]]:
+    """Samples by rewards alone: without a KL in the reward, and only of what the model wrote.
+
+    An estimator that needs a critic is replaced by rewards less their group's mean.
+    """
+    traits = estimator_traits(algorithm.advantage.name)
+    section = AdvantageSection(name="grpo", std=False) if traits.critic else algorithm.advantage
+    alone = algorithm.model_copy(update={"advantage": section, "loss_mask": True, "gae_mask": True})
+    positions = find_positions([e for group in groups for e in group.episodes], _no_observation)
+    asked = greedy if traits.greedy else None
+    return credit(groups, Assessment(positions), alone, mask_truncated=mask_truncated, greedy=asked)
+
+
 def estimate(episodes: Episodes, section: AdvantageSection) -> Credit:
     """The named estimator with those of the recipe's settings that it takes, and the post-step."""
     function = resolve("advantage", section.name, "algorithm.advantage.name")

@@ -26,7 +26,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,22 @@ class AnswerCache:
         """Every call that was made, in order."""
         rows = self._read("SELECT key, model, place, outcome, input_tokens, output_tokens, seconds FROM calls ORDER BY id")
         return [CallRow(*row) for row in rows]
+
+    def take(self, path: Path) -> None:
+        """Take the answers of another file, which stays as it is to the byte."""
+        log = path.with_name(f"{path.name}-wal")
+        in_use = log.exists() and log.stat().st_size > 0
+        source = f"{path.absolute().as_uri()}?{'mode=ro&readonly_shm=1' if in_use else 'immutable=1'}"
+        try:
+            with closing(sqlite3.connect(source, uri=True)) as other:
+                found = other.execute("SELECT key, model, prompt, text, input_tokens, output_tokens FROM answers")
+                while rows := found.fetchmany(1000):
+                    self._write(*((ANSWER, row) for row in rows))
+        except sqlite3.Error as error:
+            raise RecordError(
+                f"the file of judgements '{path}' cannot be read: {error}. If it is damaged, move it away: its questions "
+                "are then asked again."
+            ) from error
 
     def keys(self) -> list[str]:
         return [key for (key,) in self._read("SELECT key FROM answers ORDER BY key")]
