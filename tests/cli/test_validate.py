@@ -504,6 +504,14 @@ def test_a_form_of_answers_that_only_the_users_own_term_reads_is_no_problem(tmp_
     assert not bad.found
 
 
+def test_a_known_answer_with_its_solution_may_be_longer_than_a_response(tmp_path: Path) -> None:
+    prompt = {"prompt": "How many?", "answer": "48 and half of it, which is 24, are 72. #### 72"}
+    tasks = {"train": rows(tmp_path / "rows.jsonl", prompt)}
+    for most, level in ((20, "ok"), (3, "warning")):
+        found = findings(tasks=tasks, rewards={"terms": [{"name": "gsm8k"}]}, rollout={"max_new_tokens": most})
+        assert found["tasks.train.0 answers reachable"].level == level
+
+
 class Final:
     """Compares what follows 'final:'."""
 

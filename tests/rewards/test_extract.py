@@ -34,6 +34,7 @@ def written(text: str) -> Episode:
         ("exact", ["B.", " b ", "(B)"], "b"),
         ("choice", ["B.", " b ", "Option B", "(B) the cat"], "B"),
         ("numeric", ["1,000", "1e3", "1000 m"], "1000.0"),
+        ("gsm8k", ["#### 1,200", "#### $1200.00 a year", "\\boxed{1{,}200}", "\\boxed{3} #### **1200**."], "1200.0"),
         ("bbox_iou", ["[1, 2, 3, 4]", "it is at 1 2 3 4"], "[1.0, 2.0, 3.0, 4.0]"),
         ("math", ["x = \\boxed{2}", "\\boxed{2}"], "2"),
     ],

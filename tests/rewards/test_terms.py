@@ -18,6 +18,7 @@ from sensorium.rewards.terms import (
     EnvironmentReward,
     Exact,
     Format,
+    Gsm8k,
     Numeric,
     Overlong,
     alphanumeric,
@@ -104,6 +105,37 @@ def test_format_of_answer_alone_and_of_several_turns(episode_of: MakeEpisode) ->
     assert value(Format(), None, episode_of("<answer>b</answer>", "b")) == 0.375
     with pytest.raises(RecipeError, match="tags"):
         Format(tags={})
+
+
+@pytest.mark.parametrize(
+    ("known", "text", "right"),
+    [
+        ("48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72.\n#### 72", "So\n#### 72", 1.0),
+        ("#### 1,200", "#### \\$1,200.", 1.0),
+        ("#### -5", "#### -$5", 1.0),
+        ("-5", "#### \u22125 degrees", 1.0),
+        (10, "#### 10%", 1.0),
+        (2.5, "#### $2.50", 1.0),
+        ("72", "#### 70\n#### 72", 1.0),
+        ("72", "#### 72\n\\boxed{70}", 1.0),
+        ("72", "#### Step 2\n\\boxed{72}", 1.0),
+        ("72", "####\n\\boxed{72 \\text{ clips}}", 1.0),
+        ("72", "#### 24 + 48 = 72", 0.0),
+        ("72", "#### 72 or 73", 0.0),
+        ("72", "72", 0.0),
+        ("72", "", 0.0),
+        (["70", "72"], "#### 72", 1.0),
+    ],
+)
+def test_gsm8k_reads_the_number_after_hashes_or_else_in_a_box(
+    known: object, text: str, right: float, episode_of: MakeEpisode
+) -> None:
+    assert value(Gsm8k(), known, episode_of(text)) == right
+
+
+def test_gsm8k_refuses_a_known_answer_without_a_number() -> None:
+    with pytest.raises(TaskError, match="task t"):
+        Gsm8k().check_task(Task("t", answer="#### many"))
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,8 @@ def judge_answers(
     """Find answers that no response can state; those of the ``right`` places are known to be reachable.
 
     Each known answer is written in the forms that terms read. Where no form is judged right for any row, the term reads a
-    form of its own, and only answers that it cannot read at all are reported.
+    form of its own, and only answers that it cannot read at all are reported. A known answer may be longer than what the
+    term reads of it (a worked solution): it is too long only where that, written alone, is too long as well.
     """
     term = written.scorer.comparing
     known = {place: _known_texts(task) for place, task in enumerate(tasks)}
@@ -150,6 +151,7 @@ def judge_answers(
     tried = [*left[:PROBES], *sorted(right & set(places))[:PROBES]]
     found = {form: sum(e.correct is True for e in _written(alone, tasks, known, tried, form, 0)) for form in FORMS}
     problems: dict[int, str] = {}
+    longer: dict[int, tuple[str, ...]] = {}  # what the term reads of answers that take too many tokens
     for form in sorted(FORMS, key=lambda form: -found[form]):
         for nth in range(MOST_ANSWERS):
             asked = [place for place in left if nth < len(known[place])]
@@ -160,12 +162,17 @@ def judge_answers(
                     left.remove(place)
                     if needed > most_tokens:
                         problems[place] = f"its answer takes {needed} tokens, and a response may have {most_tokens}"
+                        longer[place] = (term.extract(tasks[place], episode) or "",)
                 elif reason := next((score.reason for score in episode.scores if score.missing), ""):
                     left.remove(place)
                     problems[place] = reason
         if not any(found.values()):
             break
     if any(found.values()):
+        for form in FORMS:
+            for place, episode in zip(longer, _written(alone, tasks, longer, list(longer), form, 0), strict=True):
+                if episode.correct and len(episode.turns[0].response.tokens) <= most_tokens:
+                    problems.pop(place, None)
         problems |= {place: f"'{term.name}' judges its own answer {tasks[place].answer!r:.60} wrong" for place in left}
     return Judged(len(places), problems)
 

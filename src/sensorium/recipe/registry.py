@@ -289,6 +289,7 @@ NAMES: dict[str, dict[str, str]] = {
         "exact_alnum_with_fallback": "sensorium.rewards.terms:exact_alnum_with_fallback",
         "choice": "sensorium.rewards.terms:Choice",
         "numeric": "sensorium.rewards.terms:Numeric",
+        "gsm8k": "sensorium.rewards.terms:Gsm8k",
         "accuracy_by_type": "sensorium.systems.audio_visual.by_type:AccuracyByType",
         "bbox_iou": "sensorium.rewards.terms:BoxIoU",
         "bbox_giou": "sensorium.rewards.terms:BoxGIoU",

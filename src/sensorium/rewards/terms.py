@@ -21,6 +21,8 @@ LETTER = re.compile(
 )
 ONE_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d*|\.\d+)?(?:(?<=[\d.])e[-+]?\d+)?"
 NUMBER = re.compile(rf"(?<![\w.])(?=[-+]?\.?\d)({ONE_NUMBER})(?:\s*/\s*({ONE_NUMBER}))?", re.IGNORECASE | re.ASCII)
+HASHES = re.compile(r"####[ \t]*([^\sA-Za-z][^\n]*)")  # not a heading such as "#### Step 2"
+BESIDE_NUMBER = re.compile(r"\\?[$€£]|\\!|[{](?=,[}])|(?<=[{],)[}]")  # currencies; LaTeX in 1{,}200 and 1,\!200
 STAMP = re.compile(r"\[(\d{1,3}):(\d{2})(?:\s*-\s*(\d{1,3}):(\d{2}))?\]")
 MOST_MINUTES = 599
 
@@ -165,6 +167,37 @@ class Numeric(_Comparison):
 
     def equal(self, known: float, given: float) -> bool:
         return abs(given - known) <= max(self.absolute, self.relative * abs(known))
+
+
+class Gsm8k(_Comparison):
+    r"""1 if the number after the last ``####``, or where none is there in the last ``\boxed{…}``, is the known one; else 0.
+
+    The known answer may be a solution of the data set, which ends in ``#### 72``. Currencies and units may be beside it.
+    """
+
+    unreadable = "is no number, and has none after '####'"
+
+    def __init__(self, name: str = "gsm8k") -> None:
+        super().__init__(fallback=False, name=name)
+
+    def read(self, text: str) -> float | None:
+        after = after_hashes(text)
+        return _amount(text) if after is None else _amount(after)
+
+    def _given(self, episode: Episode) -> float | None:
+        text = last_response(episode)
+        stated = (_amount(part) for part in (after_hashes(text), boxed(text)) if part is not None)
+        return next((amount for amount in stated if amount is not None), None)
+
+
+def after_hashes(text: str) -> str | None:
+    """The rest of the line after the last ``####``, or None."""
+    found = HASHES.findall(text)
+    return found[-1].strip() if found else None
+
+
+def _amount(text: str) -> float | None:
+    return number(BESIDE_NUMBER.sub("", text))
 
 
 class Mathematics:
