@@ -1,18 +1,28 @@
-"""A run as Python code sees it: its metrics, evaluations, checkpoints and report, read from its directory."""
+"""A run as Python code sees it: its metrics, episodes, evaluations, checkpoints and report, read from its directory."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any, overload
 
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
-from sensorium.report.page import write_report
+from sensorium.report.page import render_episode, write_report
+from sensorium.report.watcher import conversation
+from sensorium.rewards.reward_term import question_messages
+from sensorium.runs.durable import read_rows, write_whole
+from sensorium.runs.episodes import credit_from_json, episode_from_json, task_from_json
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
+from sensorium.vocabulary.episode import Episode, by_name, category_of
 from sensorium.vocabulary.errors import CheckpointError, SensoriumError, nearest
 
 SHOWN_ROWS = 20
+REPR_COLUMNS = (
+    "step", "episode", "reward", "correct", "reward/mean", "accuracy", "eval/accuracy", "policy/loss",
+)  # fmt: skip
 
 
 class Table(Sequence[dict[str, Any]]):
@@ -57,10 +67,29 @@ class Table(Sequence[dict[str, Any]]):
         # The index has no name: pandas would not know which "step" is meant.
         return frame.set_index(frame["step"].rename(None)) if "step" in frame else frame
 
+    def to_arrow(self) -> Any:
+        """A pyarrow Table; values that Arrow has no common type for are texts."""
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise SensoriumError(
+                "to_arrow needs the package pyarrow, which is not installed: pip install pyarrow."
+            ) from error
+        columns = {}
+        for name in self.columns:
+            values = [row.get(name) for row in self.rows]
+            try:
+                columns[name] = pyarrow.array(values)
+            except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+                columns[name] = pyarrow.array([None if value is None else str(value) for value in values])
+        return pyarrow.table(columns)
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        """The table for whatever reads Arrow: ``polars.DataFrame(table)``, DuckDB."""
+        return self.to_arrow().__arrow_c_stream__(requested_schema)
+
     def __repr__(self) -> str:
-        shown: list[str] = [
-            name for name in ("step", "reward/mean", "accuracy", "eval/accuracy", "policy/loss") if name in self.columns
-        ]
+        shown: list[str] = [name for name in REPR_COLUMNS if name in self.columns]
         shown = shown if "step" in shown else self.columns[:5]
         head = f"Table of {len(self)} rows, {len(self.columns)} columns: {', '.join(self.columns[:8])}, …"
         body = ["  ".join(f"{name} {_short(row[name])}" for name in shown if name in row) for row in self.rows[-5:]]
@@ -90,6 +119,7 @@ class Run:
         self._record = RunDirectory(self.directory)
         if not self._record.exists():
             raise CheckpointError(f"'{directory}' holds no run: it has no recipe.yaml.")
+        self._logs: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
 
     @property
     def recipe(self) -> Recipe:
@@ -105,6 +135,36 @@ class Run:
     def evaluations(self) -> Table:
         """One row an evaluation: step, name, tasks, accuracy with its interval, reward and the terms' means."""
         return Table([dict(summary) for summary in self._record.summaries()])
+
+    @property
+    def episodes(self) -> Table:
+        """One row a stored episode, those of training first; ``evaluation`` names that of a held-out one.
+
+        A score that is missing is None, and ``missing`` says why.
+        """
+        logs = sorted(self._record.episodes.glob("step_*.jsonl")) + sorted(self._record.eval.glob("step_*.jsonl"))
+        for path in logs:
+            with suppress(FileNotFoundError):  # removed meanwhile (logging.episodes_gib)
+                state = path.stat()
+                stamp = (state.st_mtime_ns, state.st_size)
+                if path not in self._logs or self._logs[path][0] != stamp:
+                    of = path.stem.split("_", 2)[2] if path.parent == self._record.eval else ""
+                    self._logs[path] = (stamp, [episode_facts(row, of) for row in read_rows(path)])
+        return Table([row for path in logs if path in self._logs for row in self._logs[path][1]])
+
+    def show(self, episode: Any) -> "ShownEpisode":
+        """An episode by its id or its row of ``episodes``; a notebook shows turns, media, scores and advantages."""
+        name = episode if isinstance(episode, str) else str(episode["episode"])
+        found = next((row for row in self.episodes if row["episode"] == name), None)
+        if found is None:
+            near = nearest(name, [row["episode"] for row in self.episodes])
+            raise SensoriumError(f"'{self.directory}' has no stored episode '{name}'{near}")
+        of, step = found["evaluation"], found["step"]
+        path = self._record.eval_episodes_of(step, of) if of else self._record.episodes_of(step)
+        row = next((row for row in read_rows(path) if row["episode"]["id"] == name), None)
+        if row is None:
+            raise SensoriumError(f"'{path}' no longer has episode '{name}': older logs are thinned (logging.full_steps).")
+        return ShownEpisode(render_episode(self._record, row), episode_from_json(row["episode"]))
 
     @property
     def checkpoint(self) -> Path:
@@ -133,6 +193,61 @@ class Run:
     def __repr__(self) -> str:
         rows = len(self.metrics)
         return f"Run('{self.directory}', {rows} step{'s' if rows != 1 else ''} on record)"
+
+
+def episode_facts(row: Mapping[str, Any], evaluation: str) -> dict[str, Any]:
+    """The row of ``Run.episodes`` for a row of a log."""
+    task, episode = task_from_json(row["task"]), episode_from_json(row["episode"])
+    credit = credit_from_json(row, episode)
+    advantages = [value for turn in credit.advantages for value in turn] if credit is not None else []
+    kinds = Counter(part.kind for message in episode.conversation for item in message.media for part in item.parts)
+    return {
+        "step": row["step"],
+        "evaluation": evaluation,
+        "episode": episode.id,
+        "group": episode.group_id,
+        "place": episode.index,
+        "task": task.id,
+        "category": category_of(task, episode),
+        "status": episode.status.value,
+        "failure": episode.failure,
+        "fate": credit.fate if credit is not None else "",
+        "reward": episode.reward,
+        "correct": episode.correct,
+        "advantage": sum(advantages) / len(advantages) if advantages else None,
+        "turns": len(episode.turns),
+        "tokens": episode.sampled_tokens,
+        "pictures": kinds["picture"],
+        "videos": kinds["video"],
+        "sounds": kinds["sound"],
+        "prompt": "\n".join(message.text for message in question_messages(task, episode)),
+        "response": episode.response,
+        "missing": "; ".join(f"{score.name}: {score.reason}" for score in episode.scores if score.missing),
+        **{f"reward/{name}": value for name, value in by_name(episode.scores).items()},
+    }
+
+
+class ShownEpisode:
+    """A page of one episode, with everything in it; Jupyter and marimo show it. ``save`` writes it as a file."""
+
+    def __init__(self, page: str, episode: Episode) -> None:
+        self.page, self.episode = page, episode
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page, which a browser opens without anything else."""
+        write_whole(Path(path), self.page)
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, in which nothing runs: what a model wrote is text."""
+        return (
+            f'<iframe srcdoc="{escape(self.page, quote=True)}" sandbox="" '
+            'style="width:100%;height:640px;border:1px solid #ccc;resize:vertical"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{score.name} {_short(score.value) or 'missing'}" for score in self.episode.scores)
+        return f"{conversation(self.episode)}\n\nreward: {_short(self.episode.reward) or 'none'} ({scores})"
 
 
 class Report(PathType):  # type: ignore[misc, valid-type]

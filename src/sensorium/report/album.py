@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from io import BytesIO
 from math import ceil, sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,18 +130,31 @@ def _changes(media: Media) -> str:  # how a medium was augmented for training
 
 
 class Album:
-    """Media of one page, each embedded once; past ``bound`` bytes they are only named."""
+    """Media of one page, each embedded once; past ``bound`` bytes they are only named.
 
-    def __init__(self, store: MediaStore, bound: int, decoder: Decoder) -> None:
+    Clips above ``clip_bytes`` (default: CLIP_BYTES) are referenced in the store's folder, or named where it has none.
+    ``judged`` is the file of judges' transcripts; by default that of the run which the store belongs to.
+    """
+
+    def __init__(
+        self,
+        store: MediaStore,
+        bound: int,
+        decoder: Decoder,
+        *,
+        clip_bytes: int | None = None,
+        judged: Path | None = None,
+    ) -> None:
         self.store, self.left, self.decoder = store, bound, decoder
+        self.clip_bytes = CLIP_BYTES if clip_bytes is None else clip_bytes
+        self.judged = store.folder.parent / TRANSCRIPTS if judged is None and store.folder is not None else judged
         self._pictures: dict[str, tuple[str, int, int]] = {}
         self._given: dict[Media, str] = {}
         self._seen: dict[tuple[Any, ...], Media] = {}
 
     def transcripts(self, episode: str) -> list[dict[str, Any]]:
         """What judges were asked about an episode."""
-        folder = self.store.folder
-        return [] if folder is None else read_transcripts(folder.parent / TRANSCRIPTS, episode)
+        return [] if self.judged is None else read_transcripts(self.judged, episode)
 
     def learn(self, episode: Episode) -> None:
         """Note the decoding parameters of an episode's clips, as its model's family completed them."""
@@ -185,7 +199,7 @@ class Album:
         heard = media.kind == "sound" and media.augmentation is not None  # which no file has
         data = self._wav(media) if heard else b""
         size = (len(data) if heard else self.store.size_of(media)) * 4 // 3  # in base64
-        embed = size <= min(self.left, CLIP_BYTES)
+        embed = size <= min(self.left, self.clip_bytes)
         if embed:
             self.left -= size
         if heard and embed:

@@ -217,6 +217,12 @@ def demonstration_card(task: Task, episode: Episode, album: Album) -> str:
     return _card(task, episode, album, _attempt(episode, album), "recorded")
 
 
+def episode_card(task: Task, episode: Episode, album: Album, credit: EpisodeCredit | None, label: str) -> str:
+    """One episode with all its turns."""
+    album.learn(episode)
+    return _card(task, episode, album, _attempt(episode, album, credit=credit, turns=len(episode.turns)), label)
+
+
 def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> str:
     shown = task.messages or (*episode.head, *(episode.turns[0].observation if episode.turns else ()))
     multi = " long" if len(episode.turns) > 1 else ""
@@ -234,11 +240,13 @@ def _card(task: Task, episode: Episode, album: Album, body: str, label: str) -> 
     )
 
 
-def _attempt(episode: Episode, album: Album, times: int = 1, credit: EpisodeCredit | None = None) -> str:
+def _attempt(
+    episode: Episode, album: Album, times: int = 1, credit: EpisodeCredit | None = None, turns: int = TURNS
+) -> str:
     if len(episode.turns) > 1:
-        turns = "".join(_turn(episode, i, album, credit) for i in range(min(TURNS, len(episode.turns))))
-        more = len(episode.turns) - TURNS
-        said = f'<ol class="turns">{turns}</ol>' + (f'<p class="note">and {more} more turns</p>' if more > 0 else "")
+        shown = "".join(_turn(episode, i, album, credit) for i in range(min(turns, len(episode.turns))))
+        more = len(episode.turns) - turns
+        said = f'<ol class="turns">{shown}</ol>' + (f'<p class="note">and {more} more turns</p>' if more > 0 else "")
     else:
         said = _response(episode.turns[0], credit) if episode.turns else f"<pre>{_marked('')}</pre>"
     fate = ""
@@ -249,8 +257,8 @@ def _attempt(episode: Episode, album: Album, times: int = 1, credit: EpisodeCred
     in_verdict = episode.correct is None and episode.reward is not None
     total = f'<span class="total">reward <b>{amount}</b></span>' if episode.scores and not in_verdict else ""
     verdict = f'<div class="verdict"><span>{_verdict(episode)}</span>{many}{total}</div>'
-    shown = [score for score in episode.scores if score.scope == "episode" or len(episode.turns) < 2]
-    scores = f'<div class="pay">{"".join(map(_chip, shown))}</div>' if shown else ""
+    whole = [score for score in episode.scores if score.scope == "episode" or len(episode.turns) < 2]
+    scores = f'<div class="pay">{"".join(map(_chip, whole))}</div>' if whole else ""
     kind = {True: "right", False: "wrong", None: "open"}[episode.correct]
     return f'<div class="attempt {kind}">{verdict}{said}{fate}{scores}{_judges(episode, album)}</div>'
 

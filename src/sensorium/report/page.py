@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sensorium import __version__
-from sensorium.data.decoder import open_decoder
+from sensorium.data.decoder import Decoder, open_decoder
 from sensorium.data.demonstrations import DemonstrationRows, episodes_of
-from sensorium.data.media_store import MediaStore
+from sensorium.data.media_store import MediaStore, StoredMedia
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.plan import placed_by, placed_processes, section_name
 from sensorium.recipe.schema import MediaSection
@@ -25,6 +25,7 @@ from sensorium.report.cards import (
     compare_evaluations,
     comparison_card,
     demonstration_card,
+    episode_card,
     group_card,
     training_groups,
 )
@@ -32,6 +33,7 @@ from sensorium.report.charts import Axis, Series, line_chart
 from sensorium.report.console import duration
 from sensorium.report.tables import interval_text, majority_text, share
 from sensorium.runs.durable import write_whole
+from sensorium.runs.episodes import TRANSCRIPTS, credit_from_json, episode_from_json, task_from_json
 from sensorium.runs.metrics import HealthRecord, Notice, SightResult, read_health, read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import RecordError, SensoriumError
@@ -42,6 +44,7 @@ Summary = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 MEDIA_BYTES = 4 * 1024 * 1024
+EPISODE_BYTES, DECODED_MIB = 32 * 1024 * 1024, 64  # of a page of one episode
 AGE = "staleness/share_"
 STEPS_NAMED = 12
 DEMONSTRATIONS = 3  # recorded ones that are shown
@@ -354,6 +357,20 @@ def render_report(directory: RunDirectory, *, media_bytes: int = MEDIA_BYTES, co
         facts.append(f"forked from {Path(run).name} after step {step}{f', with another {named}' if named else ''}")
     tiles = _tiles(rows, summaries, warm)
     return document(name, facts, health + tiles, sections, album.definitions())
+
+
+def render_episode(directory: RunDirectory, row: Mapping[str, Any]) -> str:
+    """A page of one logged episode that needs no other file."""
+    task, episode = task_from_json(row["task"]), episode_from_json(row["episode"])
+    store = StoredMedia(directory.media)
+    decoder = Decoder(store, memory_mib=DECODED_MIB)
+    try:
+        judged = directory.path / TRANSCRIPTS
+        album = Album(store, EPISODE_BYTES, decoder, clip_bytes=EPISODE_BYTES, judged=judged)
+        card = episode_card(task, episode, album, credit_from_json(row, episode), f"step {row['step']}")
+    finally:
+        decoder.close()
+    return document(episode.id, [], "", [f'<div class="cards">{card}</div>'], album.definitions())
 
 
 def document(name: str, facts: Sequence[str], head: str, sections: Sequence[str], definitions: str = "") -> str:
