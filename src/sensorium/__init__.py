@@ -16,7 +16,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:
     from sensorium.api.chat import Model, Reply, load
-    from sensorium.api.run import Run, Table
+    from sensorium.api.run import Run, Table, view
     from sensorium.api.sweep import Sweep, sweep
     from sensorium.api.train import Demonstrations, Evaluation, Rescoring, evaluate, fork, record, rescore, resume, train
     from sensorium.recipe import Recipe, load_recipe, register
@@ -27,7 +27,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Demonstrations", "Episode", "Evaluation", "Model", "Recipe", "Reply", "Rescoring", "Run", "Score", "SensoriumError",
     "Sweep", "Table", "Task", "__version__", "evaluate", "fork", "load", "load_recipe", "record", "register", "rescore",
-    "resume", "reward", "sweep", "train",
+    "resume", "reward", "sweep", "train", "view",
 ]  # fmt: skip
 
 _PLACES = {
@@ -55,6 +55,7 @@ _PLACES = {
     "reward": "sensorium.vocabulary",
     "sweep": "sensorium.api.sweep",
     "train": "sensorium.api.train",
+    "view": "sensorium.api.run",
 }
 
 install()

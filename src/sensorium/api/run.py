@@ -16,6 +16,7 @@ from sensorium.runs.durable import read_rows, write_whole
 from sensorium.runs.episodes import credit_from_json, episode_from_json, task_from_json
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
+from sensorium.viewer import View
 from sensorium.vocabulary.episode import Episode, by_name, category_of
 from sensorium.vocabulary.errors import CheckpointError, SensoriumError, nearest
 
@@ -256,3 +257,14 @@ class Report(PathType):  # type: ignore[misc, valid-type]
     def _repr_html_(self) -> str:
         page = escape(self.read_text(), quote=True)
         return f'<iframe srcdoc="{page}" style="width:100%;height:720px;border:1px solid #ccc"></iframe>'
+
+
+def view(*runs: Run | str | Path, port: int = 0, show: bool = True) -> View:
+    """Serve the live page of these runs, or folders of runs (by default ``runs``), until it is closed or Python ends.
+
+    ``show``: open this machine's browser. The result has the ``address``, and ``close()``.
+    """
+    served = View([run.directory if isinstance(run, Run) else run for run in runs] or ["runs"], port)
+    if show:
+        served.open()
+    return served

@@ -35,6 +35,7 @@ COMMANDS = {
     "migrate": "make a recipe of another trainer's script or settings",
     "plan": "forecast a recipe on other hardware: memory, speed, cost",
     "validate": "check environments, tools, rewards and data, without a model",
+    "view": "look at runs in a browser, as they go on: curves, and every episode with its media and tokens",
     "show": "show a task as the model sees it: prompt, media, rewards",
     "play": "act as the policy yourself, in the terminal",
     "record": "record demonstrations once, for warm starts to read",
@@ -51,6 +52,7 @@ COMMANDS = {
 MODULES = {
     "eval": "sensorium.cli.evaluate",
     "curate": "sensorium.systems.caprl.curate",
+    "view": "sensorium.viewer",
     "serve env": "sensorium.cli.serve_env",
     "serve model": "sensorium.cli.serve_model",
     "serve reward": "sensorium.systems.caprl.serve_reward",

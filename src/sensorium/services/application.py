@@ -291,12 +291,17 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A listening socket, and the service's key from the environment; without a key only on loopback."""
     key = os.environ.get(ENVIRONMENT_VARIABLE, "")
     refuse_open(host, key)
-    refuse_port(port, "--port")
     if not is_loopback(host):
         machine_names()  # looked up now: a slow name server must not keep the first requests waiting
+    return listen_on(host, port), key
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A listening socket."""
+    refuse_port(port, "--port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024), key
+        return socket.create_server((host, port), family=family, backlog=1024)
     except socket.gaierror as error:
         raise RecipeError(f"cannot listen on '{host}': {error.strerror}; choose another --host.") from error
     except OSError as error:

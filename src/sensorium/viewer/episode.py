@@ -13,9 +13,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from sensorium.data.decoder import Decoder
+from sensorium.data.made_media import encode_clip
 from sensorium.data.media_files import HEAD_BYTES, mime_type
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
@@ -113,7 +115,7 @@ def episode_page(run: RunDirectory, row: Mapping[str, Any]) -> Json:
         "stored": {
             "advantage": any(advantages),
             "logprob": any(response.logprobs for response in responses),
-            "sampled": any(response.sampled_logprobs != response.logprobs for response in responses),
+            "sampled": any(response.sampled_logprobs not in ((), response.logprobs) for response in responses),
         },
     }
 
@@ -305,8 +307,8 @@ class RunMedia:
         assert isinstance(clip, DecodedAudio), "it is a sound"
         return encode_wav(clip.samples, clip.sample_rate)
 
-    def film(self, row: Mapping[str, Any]) -> bytes:
-        """The pictures that an environment showed, as a GIF of half a second each."""
+    def film(self, row: Mapping[str, Any], kind: str = "gif") -> bytes:
+        """The pictures that an environment showed, as a GIF or MP4 of half a second each."""
         episode = episode_from_json(row["episode"])
         messages = [message for turn in episode.turns for message in turn.observation]
         media = [medium for message in messages for medium in message.media if medium.kind == "picture"][:FILM_FRAMES]
@@ -318,10 +320,13 @@ class RunMedia:
             frame = self.decoder.store.picture(replace(medium, origin="")).copy()
             frame.thumbnail((FILM_SIZE, FILM_SIZE))
             frames.append(frame)
-        size = (max(frame.width for frame in frames), max(frame.height for frame in frames))
-        padded = [Image.new("RGB", size) for _ in frames]
+        width, height = max(frame.width for frame in frames), max(frame.height for frame in frames)
+        even = kind == "mp4"  # as the colours of a video that every player shows need it
+        padded = [Image.new("RGB", (width + width % 2 * even, height + height % 2 * even)) for _ in frames]
         for sheet, frame in zip(padded, frames, strict=True):
             sheet.paste(frame)
+        if kind == "mp4":
+            return encode_clip([np.asarray(sheet) for sheet in padded], 1000 / FILM_MS)
         buffer = BytesIO()
         padded[0].save(buffer, format="GIF", save_all=True, append_images=padded[1:], duration=FILM_MS, loop=0)
         return buffer.getvalue()

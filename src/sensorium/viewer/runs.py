@@ -27,6 +27,7 @@ DEPTH = 3  # folders below one that was given in which runs are looked for
 MOST_RUNS = 500
 COLOURS = (0, 2, 3, 4, 5, 1)  # of the charts' six
 CURVES = ("reward/mean", "accuracy", "eval/accuracy", "eval/reward")  # shown first
+NEXT = ("policy/entropy", "policy/grad_norm", "mismatch/kl", "episodes/length_mean", "groups/zero_variance", "time/step_s")
 UNINTERESTING = ("name", "run_dir")  # keys of recipes in which runs always differ
 
 
@@ -63,7 +64,7 @@ class Curves:
                 steps, values = self.columns.setdefault(name, (array("d"), array("d")))
                 steps.append(step)
                 values.append(float(value))
-        self.last = {"step": row["step"], **{name: row[name] for name in (*CURVES, "time/step_s") if name in row}}
+        self.last |= {name: row[name] for name in ("step", *CURVES, "time/step_s") if name in row}
 
     def series(self, name: str, metric: str, colour: int) -> Series:
         with self._lock:
@@ -127,6 +128,7 @@ class ViewedRun:
         summary = self.summary()
         shown = [name for name in CURVES if name in self.curves.columns]
         shown += [name for name in names if name.startswith("reward/") and name not in shown]
+        shown += [name for name in NEXT if name in self.curves.columns]
         return summary | {
             "recipe": write_yaml(self.recipe()),
             "evaluations": evaluations,

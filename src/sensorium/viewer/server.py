@@ -12,12 +12,13 @@ import hmac
 import json
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +36,7 @@ from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import SensoriumError
 
 EVERY_S = 1.0  # between looks at a run that is followed
+GLANCE_S = 0.2  # in which a stream notices that the viewer ends
 BEAT_S = 15.0  # between lines of a stream on which nothing happens, so that a closed page is noticed
 MOST_STREAMS, MOST_DECODINGS, MOST_OPEN = 32, 2, 4
 LONGEST_LIST = 40  # metrics of a request for charts
@@ -53,6 +55,7 @@ HEADERS = {
 }
 KEPT = {"Cache-Control": "private, max-age=86400, immutable"}  # of what is named by its content's hash
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+FILMS = {"gif": "image/gif", "mp4": "video/mp4"}
 ASSETS = ("viewer", "report")
 
 Json = dict[str, Any]
@@ -201,6 +204,7 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S) -> F
             viewer.close()
 
     app = FastAPI(title="Sensorium view", lifespan=lifespan, openapi_url=None)
+    app.state.viewer = viewer
     app.add_middleware(Gate, token=token)
     assets = {
         f"{folder}/{file.name}": file for folder in ASSETS for file in (files("sensorium") / "assets" / folder).iterdir()
@@ -299,10 +303,10 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S) -> F
         return decoded(lambda: (viewer.media(found).heard(medium_of(row, n)), "audio/wav"))
 
     @app.get("/api/film")
-    def film(run: str, file: str, id: str) -> Response:
+    def film(run: str, file: str, id: str, kind: Literal["gif", "mp4"] = "gif") -> Response:
         found, row = viewer.row(run, file, id)
         name = "".join(c if c.isalnum() else "_" for c in id)[:80]
-        return decoded(lambda: (viewer.media(found).film(row), "image/gif"), f"{name}.gif")
+        return decoded(lambda: (viewer.media(found).film(row, kind), FILMS[kind]), f"{name}.{kind}")
 
     def decoded(made: Callable[[], tuple[bytes, str]], name: str = "") -> Response:
         with decoding:
@@ -336,7 +340,9 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S) -> F
                     elif waited >= BEAT_S:
                         yield ": nothing new\n\n"
                         waited = 0.0
-                    await asyncio.sleep(pause)
+                    until = time.monotonic() + pause
+                    while (left := until - time.monotonic()) > 0 and not viewer.closed.is_set():
+                        await asyncio.sleep(min(left, GLANCE_S))
                     waited += pause
             finally:
                 viewer.streams -= 1

@@ -1,12 +1,16 @@
-for (const svg of document.querySelectorAll("svg.chart")) {
-  const { series } = JSON.parse(svg.dataset.chart);
-  const tip = svg.parentElement.querySelector(".tip");
-  const cross = svg.querySelector(".cross");
-  const line = cross.querySelector("line");
-  const hide = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); };
-  const show = (event) => {
+// The crosshair of charts, those that are added to the page later included.
+{
+  const hide = (svg) => {
+    svg.parentElement.querySelector(".tip").hidden = true;
+    svg.querySelector(".cross").setAttribute("visibility", "hidden");
+  };
+  const show = (svg, clientX) => {
+    const { series } = JSON.parse(svg.dataset.chart);
+    const tip = svg.parentElement.querySelector(".tip");
+    const cross = svg.querySelector(".cross");
+    const line = cross.querySelector("line");
     const box = svg.getBoundingClientRect();
-    const x = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+    const x = (clientX - box.left) * svg.viewBox.baseVal.width / box.width;
     const near = series.map((one) => one.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a));
     const at = near.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
     cross.querySelectorAll("circle").forEach((dot) => dot.remove());
@@ -28,6 +32,11 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     const left = at[0] * box.width / svg.viewBox.baseVal.width;
     tip.style.left = (left > box.width / 2 ? left - tip.offsetWidth - 14 : left + 14) + "px";
   };
-  svg.addEventListener("pointermove", show);
-  svg.addEventListener("pointerleave", hide);
+  let pointed = null;
+  document.addEventListener("pointermove", (event) => {
+    const svg = event.target.closest("svg.chart");
+    if (pointed !== null && pointed !== svg && pointed.isConnected) hide(pointed);
+    pointed = svg;
+    if (svg !== null) show(svg, event.clientX);
+  });
 }

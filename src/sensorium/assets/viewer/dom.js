@@ -1,0 +1,99 @@
+// Elements, numbers and requests. All text of a run becomes text nodes: nothing that it holds is parsed as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element: h("a.row", { href: "#/" }, "text", child). Functions among the attributes listen to the event of that name. */
+export function h(kind, attributes = {}, ...children) {
+  const [name, ...classes] = kind.split(".");
+  const made = document.createElement(name || "div");
+  made.className = classes.join(" ");
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") made.addEventListener(key, value);
+    else if (key === "class") made.className = `${made.className} ${value}`.trim();
+    else made.setAttribute(key, value === true ? "" : value);
+  }
+  made.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false && child !== ""));
+  return made;
+}
+
+/** An element of a drawing. */
+export function s(name, attributes = {}, ...children) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+const DRAWN = new Set(["figure", "figcaption", "b", "i", "span", "div", "svg", "g", "path", "line", "circle", "text"]);
+const KEPT = new Set(["class", "d", "x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "r", "viewBox", "role", "aria-label",
+  "text-anchor", "visibility", "hidden", "data-chart"]);
+
+/** A chart of the server's: of its markup only the elements and attributes of drawings are copied. */
+export function drawing(markup) {
+  const copy = (node) => {
+    if (node.nodeType === Node.TEXT_NODE) return document.createTextNode(node.data);
+    if (node.nodeType !== Node.ELEMENT_NODE || !DRAWN.has(node.localName)) return "";
+    const made = document.createElementNS(node.namespaceURI, node.localName);
+    for (const { name, value } of node.attributes) if (KEPT.has(name)) made.setAttribute(name, value);
+    made.append(...Array.from(node.childNodes, copy));
+    return made;
+  };
+  return copy(new DOMParser().parseFromString(markup, "text/html").body.firstChild);
+}
+
+/** The address of a request; parameters that are empty are left out. */
+export function address(path, asked = {}) {
+  const given = Object.entries(asked).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return given.length ? `${path}?${new URLSearchParams(given)}` : path;
+}
+
+/** The answer to a request, or an error with what is wrong in words. */
+export async function ask(path, asked = {}, signal = undefined) {
+  let answer, found;
+  try {
+    answer = await fetch(address(`api/${path}`, asked), { signal });
+    found = await answer.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error(answer ? `The answer ${answer.status} cannot be read.` : "The viewer does not answer: start 'sensorium view' again, and open the address that it prints.");
+  }
+  if (!answer.ok) throw new Error(found.problem ?? `The answer is ${answer.status}.`);
+  return found;
+}
+
+/** A number in at most four digits; what is not there is a dash. */
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || value === "") return "–";
+  if (typeof value !== "number") return String(value); // not finite: its name
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size >= 0.001 && size < 10_000 ? String(Number(value.toPrecision(digits))) : value.toExponential(1);
+}
+
+export const signed = (value) => (typeof value === "number" && value > 0 ? `+${number(value)}` : number(value));
+
+/** "3 turns". */
+export const counted = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+
+/** How long ago a time of the server's clock was. */
+export function ago(at) {
+  const seconds = Math.max(0, Date.now() / 1000 - at);
+  const [size, word] = [[86_400, "day"], [3600, "hour"], [60, "minute"]].find(([length]) => seconds >= length) ?? [1, "second"];
+  return at ? `${counted(Math.floor(seconds / size), word)} ago` : "";
+}
+
+/** Calls `work` once it was not asked for during so many milliseconds. */
+export function later(work, wait) {
+  let timer = 0;
+  return (...given) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => work(...given), wait);
+  };
+}
+
+/** A paragraph that says what went wrong. */
+export const trouble = (error) => h("p.trouble", { role: "alert" }, error.message ?? String(error));
+
+/** Right, wrong or neither, as a class of the report. */
+export const verdict = (correct) => (correct === true || correct === 1 ? "right" : correct === false || correct === 0 ? "wrong" : "open");

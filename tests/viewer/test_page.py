@@ -1,0 +1,366 @@
+"""The page of ``sensorium view`` in a browser: headless Chromium, driven by playwright, over the files that the wheel has.
+
+``SCREENSHOTS=folder pytest tests/viewer/test_page.py`` keeps pictures of what was tested there.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
+from sensorium.rewards.judges.transcripts import TranscriptLine, Transcripts
+from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, write_episodes
+from sensorium.runs.run_directory import RunDirectory
+from sensorium.viewer import View
+from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
+from tests.data.clips import CLIP, middle
+from tests.report.synthetic_run import make_run, make_walks
+
+pytest.importorskip("playwright", reason="the page is tested in a browser: pip install playwright")
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("there is no Chromium: apt install chromium", allow_module_level=True)
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
+
+expect.set_options(timeout=30_000)  # the machine may be shared
+MARKUP = '<img src=x onerror="document.title=1">'
+TEXT = f"{MARKUP} at 1.0 s: click(32, 24) é"
+
+
+def make_marked(folder: Path) -> RunDirectory:
+    """A run of one group of two: a clip with sound and a picture; a response of markup that names a time and a place."""
+    run = RunDirectory(folder).create()
+    run.recipe.write_text("name: marked\nsteps: 1\nmodel: {path: 'tiny:qwen3_vl'}\n")
+    store = MediaStore(run.media)
+    video = store.put(CLIP, "video", "a clip", middle(frames=4, use_audio_in_video=True))
+    shown = store.put(encode_png(Image.new("RGB", (64, 48), "navy")), "picture", "a sheet")
+    ends = tuple(range(1, len(TEXT.encode()) + 1))
+    response = Segment(
+        "model", (*range(len(ends)),), text=TEXT, logprobs=(-0.5,) * len(ends), byte_ends=ends, name="a"
+    )  # fmt: skip
+    prompt = Segment("environment", (1, 2), text="Look.")
+    turn = Turn(0, (user(f"Look {MARKUP}", video, shown),), response, 0, 1, info={"target_box": [8, 8, 40, 40]})
+    scores = (Score("judge", 1.0, reason=MARKUP), Score("exact", None, reason="it was busy"))
+    first = Episode("e 1", "t", "g", 0, (Thread((prompt, response), (False, True)),), (turn,), Status.FINISHED, "", scores)
+    second = replace(first, id="e 2", index=1, scores=(Score("exact", 0.0, correct=False),))
+    answers = Transcripts(run.path / TRANSCRIPTS)
+    answers.replace(["e 1"], "judge", [TranscriptLine("a model", "fidelity", f"Is it so? {MARKUP}", "Ochre, 7 of 10.")])
+    answers.close()
+    credits = {"e 1": EpisodeCredit(advantages=((1.0,) * 8 + (-2.0,) * (len(ends) - 8),))}
+    write_episodes(run.episodes_of(1), 1, [Group("g", Task("t", turn.observation), (first, second))], credits=credits)
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("view") / "runs"
+    make_run(folder / "shapes", steps=12)
+    make_walks(folder / "lake")
+    make_marked(folder / "marked")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with View([folder]) as view:
+        yield view.address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page that is open in a browser, and what it complained of."""
+
+    def __init__(self, browser: Browser, address: str, shots: Path, **options: Any) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1360, "height": 900}, **options})
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(30_000)
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.address, self.shots = address, shots
+        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(address)
+
+    def open(self, run: str, words: str = "") -> Page:
+        """The episodes of a run that have these words, from the list of runs on."""
+        self.page.locator(".brand").click()
+        self.page.locator(".runs tbody th").get_by_text(run, exact=True).click()
+        self.page.get_by_role("link", name=re.compile("Episodes")).click()
+        self.page.locator(".found a").first.wait_for()
+        if words:
+            self.page.get_by_role("searchbox").fill(words)
+            self.page.wait_for_url(re.compile("text="))
+        return self.page
+
+    def keep(self, name: str) -> None:
+        self.page.screenshot(path=self.shots / f"{name}.png", full_page=True)
+
+    def narrow(self) -> int:
+        """By how many pixels the page is wider than its window."""
+        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+@pytest.fixture
+def visit(browser: Browser, address: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Visit]:
+    shots = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    shots.mkdir(parents=True, exist_ok=True)
+    options = getattr(request, "param", {})
+    visit = Visit(browser, address, shots, **options)
+    yield visit
+    visit.context.close()
+    assert visit.complaints == []
+    assert {url for url in visit.asked if not url.startswith((address, "blob:", "data:"))} == set()
+
+
+def test_runs_are_listed_with_their_curves_and_where_their_recipes_differ(visit: Visit) -> None:
+    page = visit.page
+    rows = page.locator(".runs tbody tr")
+    expect(rows).to_have_count(3)
+    expect(rows.filter(has_text="shapes").first).to_contain_text("finished")
+    expect(page.locator(".plot").first).to_contain_text("reward/mean")
+    shapes, lake = (page.get_by_role("checkbox", name=f"show the curves of {name}") for name in ("shapes", "lake"))
+    expect(shapes).to_be_checked()
+    lake.check()
+    cells = page.locator(".recipes tr").filter(has=page.get_by_role("rowheader", name="steps", exact=True)).locator("td")
+    expect(cells).to_have_text(["12", "40"])
+    expect(cells.nth(1)).to_have_class("differs")
+    visit.keep("runs")
+    page.get_by_label("find a run").fill("lake")
+    expect(rows).to_have_count(1)
+    page.locator(".plot").first.hover()
+    expect(page.locator(".tip").first).to_contain_text("step")
+
+
+def test_episodes_are_found_by_words_numbers_and_keys(visit: Visit) -> None:
+    page = visit.open("shapes")
+    expect(page.get_by_role("status").filter(has_text="episodes")).to_contain_text("1 to 50 of 256 episodes")
+    visit.keep("episodes")
+    page.keyboard.press("/")
+    page.keyboard.type("green response:answer")
+    expect(page.locator(".count")).not_to_contain_text("256")
+    found = page.locator(".found .prompt, .found .response").all_inner_texts()
+    assert found
+    page.locator("select[name=correct]").select_option("false")
+    expect(page.locator(".found .right")).to_have_count(0)
+    page.get_by_text("clear", exact=True).click()
+    expect(page.locator(".count")).to_contain_text("256")
+    page.locator("select[name=sort]").select_option("disagreement")
+    page.locator("select[name=log]").select_option("train")
+    expect(page.locator(".count")).to_contain_text("128")
+    page.keyboard.press("/")
+    page.keyboard.press("Escape")  # leaves the field, and no more
+    for _ in range(3):
+        page.keyboard.press("j")
+    page.keyboard.press("k")
+    chosen = page.evaluate("document.activeElement.dataset.id")
+    assert page.locator(".found a").nth(1).get_attribute("data-id") == chosen
+    page.keyboard.press("Enter")
+    expect(page.locator(".neighbours")).to_contain_text("2 of 50")
+    page.keyboard.press("j")
+    expect(page.locator(".neighbours")).to_contain_text("3 of 50")
+    page.keyboard.press("Escape")
+    expect(page.locator("select[name=sort]")).to_have_value("disagreement")
+    expect(page.locator(".found a").nth(2)).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".count")).to_contain_text("51 to 100 of 128")
+
+
+def test_a_walk_is_a_film_that_plays_and_steps_and_is_saved(visit: Visit) -> None:
+    page = visit.open("lake")
+    page.locator("select[name=sort]").select_option("turns")
+    page.wait_for_url(re.compile("sort=turns"))
+    page.locator(".found li").first.locator("a").click()
+    clock, turns = page.locator(".film .clock"), page.locator(".turn")
+    turns.first.wait_for()
+    count = turns.count()
+    assert count > 2
+    expect(clock).to_have_text(f"1 of {count}")
+    visit.keep("film")
+    page.keyboard.press("ArrowRight")
+    expect(clock).to_have_text(f"2 of {count}")
+    expect(page.locator(".action")).to_contain_text("turn 2")
+    page.locator(".film select").select_option("8")
+    page.keyboard.press(" ")
+    expect(clock).to_have_text(f"{count} of {count}")
+    for kind, head in (("GIF", b"GIF89a"), ("MP4", b"ftyp")):
+        with page.expect_download() as download:
+            page.get_by_text(f"save as {kind}").click()
+        assert head in Path(download.value.path()).read_bytes()[:16]
+    assert page.locator("aside .found").count()
+
+
+def test_tokens_media_and_places_of_an_episode_are_shown_together(visit: Visit) -> None:
+    page = visit.open("marked")
+    page.locator(".found a").filter(has_text="judge").click()
+    response = page.locator("pre.tokens")
+    expect(response).to_have_text(TEXT.replace("é", "·é"))  # a dot for the token whose bytes are no character yet
+    expect(response.locator(".token.up")).to_have_count(8)
+    assert float(response.locator(".token.down").first.evaluate("one => one.style.getPropertyValue('--s')")) == 1
+    page.keyboard.press("c")
+    expect(response.locator(".token.rare")).to_have_count(len(TEXT.encode()))
+    expect(page.locator(".tools")).to_contain_text("-0.5 to -0.5")
+    response.locator(".token").first.hover()
+    expect(page.get_by_role("tooltip")).to_contain_text("probability 0.607")
+    expect(page.locator(".place")).to_have_count(2)
+    assert page.locator(".place circle").evaluate("one => [one.cx.baseVal.value, one.cy.baseVal.value]") == [32, 24]
+    frames = page.locator(".frames button")
+    expect(frames).to_have_count(4)
+    cursor = page.locator(".wave .cursor")
+    before = cursor.get_attribute("x1")
+    frames.nth(2).click()
+    expect(frames.nth(2)).to_have_class("at")
+    assert cursor.get_attribute("x1") != before
+    response.locator("[data-time]").first.click()
+    expect(response.locator(".token.now").first).to_have_text("1")
+    expect(page.locator(".hearing .clock")).to_have_text("1.00 s")
+    page.wait_for_function("document.querySelector('video').readyState > 0")
+    assert page.locator("video").evaluate("one => one.currentTime") == pytest.approx(1.0, abs=0.05)
+    visit.keep("episode")
+    expect(page.locator("aside .found a")).to_have_count(2)
+    page.locator("aside .found a").nth(1).click()
+    expect(page.locator(".facts").first).to_contain_text("attempt 2 of 2")
+
+
+def test_markup_of_an_episode_stays_text(visit: Visit) -> None:
+    page = visit.open("marked", "onerror")
+    expect(page.locator(".found .response").first).to_contain_text(MARKUP)
+    page.locator(".found a").filter(has_text="judge").click()
+    expect(page.locator(".message.user .text")).to_contain_text(MARKUP)
+    expect(page.locator(".reason").first).to_have_text(MARKUP)
+    assert page.locator("img[src=x]").count() == 0
+    assert page.title() != "1"
+
+
+@pytest.mark.parametrize("visit", [{"viewport": {"width": 390, "height": 800}, "has_touch": True}], indirect=True)
+def test_on_a_phone_nothing_is_wider_than_the_page(visit: Visit) -> None:
+    page = visit.page
+    page.get_by_role("checkbox", name="show the curves of lake").check()
+    page.locator(".recipes").wait_for()
+    visit.keep("phone_runs")
+    assert visit.narrow() == 0
+    visit.open("lake")
+    visit.keep("phone_episodes")
+    assert visit.narrow() == 0
+    page.locator(".found a").first.click()
+    page.locator(".episode").wait_for()
+    visit.keep("phone_film")
+    assert visit.narrow() == 0
+    visit.open("marked")
+    page.locator(".found a").first.click()
+    expect(page.locator(".frames button")).to_have_count(4)
+    visit.keep("phone_episode")
+    assert visit.narrow() == 0
+
+
+@pytest.mark.parametrize("visit", [{"color_scheme": "dark"}], indirect=True)
+def test_a_dark_system_has_a_dark_page(visit: Visit) -> None:
+    visit.page.locator(".plot").first.wait_for()
+    colours = visit.page.evaluate(
+        "(({color, backgroundColor}) => [color, backgroundColor])(getComputedStyle(document.body))"
+    )
+    ink, paper = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours)
+    assert paper < 150 < 600 < ink
+    visit.keep("dark_runs")
+    visit.open("marked")
+    visit.page.locator(".found a").first.click()
+    expect(visit.page.locator(".frames button")).to_have_count(4)
+    visit.keep("dark_episode")
+
+
+def test_a_run_is_followed_while_it_trains(browser: Browser, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    changes = ["steps=3", "name=followed", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.at_start=false"]
+    command = [sys.executable, "-m", "sensorium", "train", "shapes", *changes, "evaluation.every=0", "checkpoint.every=0"]
+    with View([runs]) as view:
+        visit = Visit(browser, view.address, tmp_path)
+        expect(visit.page.locator(".runs")).to_contain_text("No runs yet")
+        log = tmp_path / "log.txt"
+        with log.open("w") as file:
+            run = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file)
+        try:
+            link = visit.page.get_by_role("link", name="followed")
+            link.wait_for(timeout=60_000)
+            link.click()
+            expect(visit.page.locator("#live")).to_have_text("live")
+            expect(visit.page.locator(".facts")).to_contain_text("3 / 3", timeout=60_000)
+            expect(visit.page.locator(".facts")).to_contain_text("finished", timeout=60_000)
+            expect(visit.page.locator(".tabs")).to_contain_text("Episodes 12")
+            expect(visit.page.locator(".plot").first).to_contain_text("reward/mean")
+            run.wait(60)
+        finally:
+            run.kill()
+            run.wait()
+        assert run.returncode in (0, 3), log.read_text()
+        assert visit.complaints == []
+        visit.context.close()
+
+
+def test_a_page_of_another_origin_gets_nothing(browser: Browser, address: str) -> None:
+    context = browser.new_context()
+    context.route("http://evil.example/", lambda route: route.fulfill(body="<title>evil</title>", content_type="text/html"))
+    page = context.new_page()
+    page.goto("http://evil.example/")
+    attempts = """async (address) => {
+      const loaded = (name, source) => new Promise((done) => {
+        const one = document.createElement(name);
+        one.onload = () => done(true);
+        one.onerror = () => done(false);
+        one.src = source;
+        document.body.append(one);
+      });
+      const fetched = (mode) => fetch(address + "api/runs", { mode }).then((answer) => answer.text(), () => "");
+      return [await fetched("cors"), await fetched("no-cors"), await loaded("script", address + "assets/report/report.js"),
+        await loaded("img", address + "assets/viewer/icon.svg")];
+    }"""
+    assert page.evaluate(attempts, address) == ["", "", False, False]
+    page.evaluate(
+        "address => document.body.append(Object.assign(document.createElement('iframe'), {src: address}))", address
+    )
+    page.wait_for_timeout(300)
+    assert all("Sensorium" not in frame.content() for frame in page.frames[1:])
+    context.close()
+
+
+def test_pictures_shown_are_those_of_the_run(visit: Visit) -> None:
+    page = visit.open("marked")
+    page.locator(".found a").first.click()
+    shot = page.locator(".message.user .frame img")
+    shot.wait_for()
+    source = str(shot.evaluate("one => one.src"))
+    assert Image.open(BytesIO(page.request.get(source).body())).size == (64, 48)
+    shot.click()
+    expect(page.locator("dialog.large img")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("dialog")).to_be_hidden()
+
+
+def test_what_judges_answered_is_searched_and_shown(visit: Visit) -> None:
+    page = visit.open("marked", "judge:ochre")
+    expect(page.locator(".count")).to_contain_text("1 to 1 of 1 episode")
+    page.locator(".found a").click()
+    judges = page.locator(".judges")
+    expect(judges).to_contain_text("a model")
+    expect(judges).to_contain_text("Ochre, 7 of 10.")
+    judges.get_by_text("the question").click()
+    expect(judges.locator("details pre")).to_have_text(f"Is it so? {MARKUP}")
