@@ -58,7 +58,7 @@ studies: .venv/tutorial
 	$(BIN)/python studies/environments.py
 	$(BIN)/python studies/memory.py
 	$(BIN)/python studies/captions.py image
-	$(BIN)/python studies/digits.py
+	$(BIN)/python studies/tutorials.py digits
 	$(BIN)/python studies/kills.py
 	$(BIN)/python studies/cluster_kills.py
 	$(BIN)/python studies/schedules.py

@@ -6,6 +6,7 @@ update of its last step, with the checkpoint of step 2 of 3.
 
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,11 @@ def weights(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
     return load_file(run.checkpoint_of(step) / "model.safetensors")
 
 
+def common(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What a row of today's code holds of the metrics there were when the run was stored."""
+    return {name: value for name, value in wanted.items() if name in found}
+
+
 def test_a_stored_run_continues_as_an_uninterrupted_run_does(runs: tuple[RunDirectory, RunDirectory, RunDirectory]) -> None:
     before, resumed, whole = runs
     stored, again, expected = (read_metrics(run.metrics) for run in runs)
@@ -50,7 +56,7 @@ def test_a_stored_run_continues_as_an_uninterrupted_run_does(runs: tuple[RunDire
     assert again[:2] == stored, "the rows of earlier steps stay as they are"
     assert [row["step"] for row in again] == [row["step"] for row in expected] == [1, 2, 3]
     for found, wanted in zip(again, expected, strict=True):
-        assert repeatable(found) == pytest.approx(repeatable(wanted), **CLOSE)
+        assert repeatable(found) == pytest.approx(common(repeatable(wanted), found), **CLOSE)
     learned, uninterrupted, begun = weights(resumed, 3), weights(whole, 3), weights(before, 2)
     assert learned.keys() == uninterrupted.keys()
     for name, tensor in uninterrupted.items():
@@ -59,7 +65,8 @@ def test_a_stored_run_continues_as_an_uninterrupted_run_does(runs: tuple[RunDire
     if all(tensor.equal(weights(whole, 2)[name]) for name, tensor in begun.items()):
         # This processor computes as the one that stored the run: the rest repeats bit for bit, too.
         assert all(tensor.equal(learned[name]) for name, tensor in uninterrupted.items())
-        assert [repeatable(row) for row in again] == [repeatable(row) for row in expected]
+        for found, wanted in zip(again, expected, strict=True):
+            assert repeatable(found) == common(repeatable(wanted), found)
         for step in (2, 3):
             assert resumed.episodes_of(step).read_bytes() == whole.episodes_of(step).read_bytes()
 

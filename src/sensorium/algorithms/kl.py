@@ -61,6 +61,7 @@ def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
     return (torch.expm1(x_N) - x_N).clamp(-K3_LIMIT, K3_LIMIT)
 
 
+# By the names that `KLSection.estimator` in recipe/schema.py takes, with their signs and gradients.
 _ESTIMATORS = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
 
 

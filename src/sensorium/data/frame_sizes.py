@@ -1,7 +1,8 @@
-"""The sizes of pictures and of video frames: the rules that are decided here rather than by a checkpoint's processor.
+"""The sizes of video frames, which are decided here.
 
-A picture keeps its size until the checkpoint's image processor resizes it. Frames get their final size when they are
-decoded, within limits from the task's parameters and the model's ``FrameRule`` (``VideoParameters.resolved``)::
+A picture keeps its size until the checkpoint's image processor resizes it (``models/prepared_media.py``). Frames get
+their final size when they are decoded, within limits from the task's parameters and the model's ``FrameRule``
+(``VideoParameters.resolved``)::
 
     1080 x 1920, at most 768 tokens of 28 x 28 pixels    official    560 x 1008, sides are multiples of 28
                                                          middle      581 x 1034, the aspect is kept

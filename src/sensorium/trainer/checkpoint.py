@@ -52,6 +52,8 @@ class Checkpoints(CheckpointFolder):
     ) -> Path:
         """Write a checkpoint of the policy and everything needed to continue exactly; then apply retention.
 
+        What ``state`` holds is decided by ``_save`` and ``restore`` in ``trainer/loop.py``.
+
         ``protect`` is the step of an earlier one that must stay, because later ones may be damaged. Retention is applied
         before, too, so that no more space is needed than for ``keep``, the best and the draft.
         """

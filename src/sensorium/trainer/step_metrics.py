@@ -1,4 +1,4 @@
-"""Where a step's time goes: seconds by phase, throughput, peak memory."""
+"""The metrics of a step: rewards, accuracy and lengths of its episodes; seconds by phase, throughput, peak memory."""
 
 import time
 from collections import Counter, defaultdict

@@ -1,7 +1,7 @@
 """The names of metrics, in one place: what a step and an evaluation produce, and what console and report call them.
 
-A new metric is listed here if a recipe may choose checkpoints by it or a page shows it, and described in
-docs/reference/metrics.md.
+Every metric of docs/reference/metrics.md is listed here, so that a recipe may choose checkpoints by it; those of an
+open family need not be.
 """
 
 OF_A_STEP = (
