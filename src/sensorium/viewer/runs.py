@@ -80,14 +80,22 @@ class ViewedRun:
         self.id = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
         self.index = EpisodeIndex(self.directory)
         self.curves = Curves(self.directory.metrics)
+        self._recipe: tuple[float, Json, str] = (-1.0, {}, "")
 
     def recipe(self) -> Json:
         """The recipe, without keys of services; empty where it cannot be read."""
-        with suppress(OSError, SensoriumError):
-            recipe, _ = read_yaml(self.directory.recipe.read_text(), str(self.directory.recipe))
-            if isinstance(recipe, dict):
-                return dict(without_keys(recipe))
-        return {}
+        return self._read_recipe()[1]
+
+    def _read_recipe(self) -> tuple[float, Json, str]:
+        """When the recipe was written, and it as data and as YAML: read again only where it has changed."""
+        changed = _changed(self.directory.recipe)
+        if changed != self._recipe[0]:
+            data: Json = {}
+            with suppress(OSError, SensoriumError):
+                found, _ = read_yaml(self.directory.recipe.read_text(), str(self.directory.recipe))
+                data = dict(without_keys(found)) if isinstance(found, dict) else {}
+            self._recipe = (changed, data, write_yaml(data))
+        return self._recipe
 
     def summary(self) -> Json:
         """A line of the list of runs."""
@@ -130,7 +138,7 @@ class ViewedRun:
         shown += [name for name in names if name.startswith("reward/") and name not in shown]
         shown += [name for name in NEXT if name in self.curves.columns]
         return summary | {
-            "recipe": write_yaml(self.recipe()),
+            "recipe": self._read_recipe()[2],
             "evaluations": evaluations,
             "metrics": [*shown, *(name for name in names if name not in shown)],
         }

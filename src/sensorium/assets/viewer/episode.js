@@ -56,6 +56,8 @@ class Episode {
     const main = h("div.episode-main", {}, this.tools(), this.film?.element, prompt, turns, page.turns.length ? "" : h("p.note", {}, page.failure || "It has no turns."));
     const aside = h("aside", {}, this.pay(), this.attempts(), this.others(), this.task(), this.judges());
     this.visit.show(this.head(), h("div.episode", {}, main, aside));
+    const mine = aside.querySelector("[aria-current]"); // in a long list of attempts
+    if (mine) mine.closest("ol").scrollTop = mine.offsetTop - mine.closest("ol").offsetTop - 8;
     this.colour();
     this.keys();
   }
@@ -139,9 +141,9 @@ class Episode {
     const drawnApart = turn.places.length && !seen && before ? this.medium(before.medium, turn.places) : "";
     const several = this.page.turns.length > 1;
     const after = several && turn.after !== null && turn.after !== turn.index - 1 ? `, after ${turn.after < 0 ? "the beginning" : `turn ${turn.after + 1}`}` : "";
-    return h("section.turn", { id: `turn-${turn.index}` },
+    return h("section.turn", { id: `turn-${turn.index}`, class: several ? "short" : "" },
       several ? h("h2", {}, `Turn ${turn.index + 1}`, h("small", {}, after)) : "",
-      turn.observation.map((message) => this.message(message, seen ? turn.places : [])),
+      h("div.observed", {}, turn.observation.map((message) => this.message(message, seen ? turn.places : []))),
       h("article.message.assistant", {}, h("header", {}, h("b", {}, "response"), h("span", {}, counted(turn.count, "token")), turn.cut ? h("span.pill.grave", {}, "cut") : "", this.versions(turn)),
         this.response(turn), this.calls(turn.response), drawnApart, this.outcome(turn)));
   }
@@ -267,11 +269,12 @@ class Episode {
   attempts() {
     const { attempts } = this.page;
     if (attempts.length < 2) return "";
-    return h("section", {}, h("h2", {}, "Its group"), h("ol.found.narrow", {}, attempts.map((one) => {
+    const list = h("ol.found.narrow", {}, attempts.map((one) => {
       const line = result(this.asked.run, one, "", true);
       if (one.name === this.asked.id) line.firstChild.setAttribute("aria-current", "page");
       return line;
-    })));
+    }));
+    return h("section", {}, h("h2", {}, "Its group"), list);
   }
 
   others() {

@@ -102,7 +102,7 @@ export function film(asked, shots, placesOf, wordsOf, scale) {
   show(0);
   const save = (kind) => h("a", { href: address("api/film", { ...asked, kind }), download: "" }, `save as ${kind.toUpperCase()}`);
   const element = h("figure.film", {}, screen,
-    h("div.controls", {}, button("◀", "the picture before (←)", -1), play, button("▶|", "the next picture (→)", 1), slider, clock, speed, save("gif"), save("mp4")), words);
+    h("div.controls", {}, button("|◀", "the picture before (←)", -1), play, button("▶|", "the next picture (→)", 1), slider, clock, speed, save("gif"), save("mp4")), words);
   return { element, step, toggle, show, draw: () => frames.forEach((frame) => frame?.draw()) };
 }
 
@@ -189,7 +189,7 @@ export function clip(asked, n, medium, moved) {
     followers.push(toward);
     const shown = times.length < one.frames ? `, ${times.length} shown` : "";
     const words = `${one.frames} frame${one.frames === 1 ? "" : "s"} of ${one.width} × ${one.height} from ${span(one)}${shown}`;
-    return [seen, h("p.note", {}, "Left the file; right the frame at the cursor, as the model was given it: ", words), strip];
+    return [seen, h("p.note", {}, "The file, and the frame at the cursor as the model was given it: ", words), strip];
   }
 
   function wave(one) {

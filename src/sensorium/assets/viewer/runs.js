@@ -30,7 +30,7 @@ async function redraw(place, runs, metrics, signal) {
 }
 
 /** Work that is asked for again and again, one at a time, at most every so many milliseconds. */
-function calmly(visit, work, pause = 1500) {
+function calmly(visit, work, pause = 2000) {
   let busy = false;
   let again = false;
   const run = async () => {
@@ -235,6 +235,7 @@ async function episodes(visit, id, body, run) {
   const pages = h("nav.pages", { "aria-label": "pages" });
   const problems = h("div");
   let first = true;
+  let asking = 0;
 
   const select = (name, options) => {
     fields[name] = h("select", { name }, options.map(([value, words]) => h("option", { value, selected: asked[name] === value }, words)));
@@ -288,12 +289,13 @@ async function episodes(visit, id, body, run) {
 
   async function update() {
     ascending.textContent = asked.ascending ? "↑" : "↓";
-    for (const select of [fields.term, fields.log]) select.closest("label").title = "";
     let found;
+    const mine = ++asking;
     try {
       found = await ask("episodes", { run: id, limit: PAGE, ...asked }, visit.signal);
+      if (mine !== asking) return; // something else was asked for meanwhile
     } catch (error) {
-      if (error.name === "AbortError") return;
+      if (error.name === "AbortError" || mine !== asking) return;
       count.replaceChildren();
       list.replaceChildren(h("li", {}, trouble(error)));
       return;
