@@ -495,9 +495,11 @@ def _rollout(recipe: Recipe) -> Iterator[Problem]:
 
 def _logging(recipe: Recipe) -> Iterator[Problem]:
     asked, loggers = recipe.logging.generations, recipe.logging.loggers
-    if asked and not any(name == "wandb" or ":" in name for name in loggers):
-        alone = f"generations {asked} are shown by wandb only, and logging.loggers is {list(loggers)}"
-        yield "logging.generations", f"{alone}. Add wandb to it, or set generations: 0."
+    if asked and not loggers:
+        yield (
+            "logging.generations",
+            f"generations {asked} are sent to loggers, and logging.loggers is empty. Add wandb to it, or others.",
+        )
     if asked and not recipe.evaluation.every and not recipe.evaluation.at_start:
         yield "logging.generations", "only evaluations have generations; set evaluation.every, or generations: 0."
     if recipe.logging.layout == "taskmem" and (planner := recipe.tasks.planner.name) != "causal_history":

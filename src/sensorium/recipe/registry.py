@@ -316,6 +316,8 @@ NAMES: dict[str, dict[str, str]] = {
     "logger": {
         "tensorboard": "sensorium.report.watcher:TensorboardLogger",
         "wandb": "sensorium.report.watcher:WandbLogger",
+        "mlflow": "sensorium.report.watcher:MlflowLogger",
+        "trackio": "sensorium.report.watcher:TrackioLogger",
     },
 }
 

@@ -616,7 +616,9 @@ class ClusterSection(Section):
 class LoggingSection(Section):
     """Loggers beside console and metrics.jsonl, which always run."""
 
-    loggers: tuple[str, ...] = Field(default=(), description="tensorboard, wandb, or your own, module:Name")
+    loggers: tuple[str, ...] = Field(
+        default=(), description="tensorboard, wandb, mlflow, trackio, or your own, module:Name"
+    )
     episodes: int = Field(default=0, ge=0, description="episodes written per step; 0: all")
     full_steps: int = Field(default=200, ge=0, description="last steps whose episodes stay whole on disk; 0: all steps")
     sampled_steps: int = Field(default=1000, ge=0, description="older steps that keep one group, evenly spread; 0: none")
@@ -625,7 +627,7 @@ class LoggingSection(Section):
     layout: Literal["", "taskmem"] = Field(
         default="", description="taskmem: also write TaskMem's STEP/VIDEO.json, history/ and global_step_STEP"
     )
-    generations: int = Field(default=0, ge=0, description="held-out episodes per evaluation sent to wandb")
+    generations: int = Field(default=0, ge=0, description="held-out episodes per evaluation sent to loggers")
 
 
 class HealthSection(Section):

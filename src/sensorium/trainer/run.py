@@ -33,7 +33,7 @@ from sensorium.recipe.registry import build
 from sensorium.recipe.schema import Recipe
 from sensorium.report.page import write_report
 from sensorium.report.tables import disk_note
-from sensorium.report.watcher import Watcher, Watchers
+from sensorium.report.watcher import BackgroundLogger, Watcher, Watchers
 from sensorium.rewards.scorer import trial_notes
 from sensorium.runs.checkpoint_layout import listed_files, refuse_foreign
 from sensorium.runs.durable import cannot_write, full_disk_error, read_rows, refuse_full
@@ -151,8 +151,12 @@ def open_trainer(
         if session.policy.general is not None:
             found += [general_note(recipe), *(f"model: {note}" for note in session.policy.general.notes)]
         given = {"run_dir": directory.path, "logging": recipe.logging}
-        loggers = [build("logger", name, {}, "logging.loggers", **given) for name in recipe.logging.loggers]
+        loggers = [
+            BackgroundLogger(name, build("logger", name, {}, "logging.loggers", **given)) for name in recipe.logging.loggers
+        ]
         watcher = Watchers([*loggers, *watchers])
+        for logger in loggers:
+            logger.tell = watcher.attention
         for note in (*notes, *found):
             (watcher.attention if note.startswith("ATTENTION") else watcher.noted)(note)
         if skipped:

@@ -492,8 +492,9 @@ TABLE: dict[str, Any] = {
         "tensorboard_enabled": _logger("tensorboard"),
         "wandb.project": "logging.project",
         "wandb.name": run_name,
-        "mlflow_enabled swanlab_enabled": feature("loggers are wandb and tensorboard"),
-        "num_val_samples_to_print": feature("the report shows episodes; logging.generations sends them to wandb"),
+        "mlflow_enabled": _logger("mlflow"),
+        "swanlab_enabled": feature("loggers are tensorboard, wandb, mlflow and trackio"),
+        "num_val_samples_to_print": feature("the report shows episodes; logging.generations sends them to loggers"),
         "log_dir monitor_gpus gpu_monitoring.* wandb.* swanlab.* tensorboard* mlflow.* log_*": no_effect(
             "console, metrics.jsonl and the report are always written"
         ),

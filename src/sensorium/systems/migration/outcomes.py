@@ -519,12 +519,15 @@ def run_name(sheet: Sheet, setting: Setting) -> Rule:
     return {"name": re.sub(r"[^A-Za-z0-9._-]+", "_", str(setting.value)).lstrip("._-") or "migrated"}
 
 
+LOGGERS = ("wandb", "tensorboard", "mlflow", "trackio")
+
+
 def loggers(sheet: Sheet, names: Sequence[str], add: bool = True) -> Rule:
     """Loggers beside console and metrics.jsonl, which always run. ``add``: to those of the recipe."""
-    taken = [name for name in names if name in ("wandb", "tensorboard")]
-    others = [name for name in names if name not in ("wandb", "tensorboard", "console")]
+    taken = [name for name in names if name in LOGGERS]
+    others = [name for name in names if name not in (*LOGGERS, "console")]
     before = [name for name in sheet.at("logging.loggers", []) if name not in taken] if add else []
-    note = f"no place for {', '.join(others)}: only wandb and tensorboard are known" if others else ""
+    note = f"no place for {', '.join(others)}: {', '.join(LOGGERS)} are known" if others else ""
     return Answer("became", note, {"logging.loggers": [*before, *taken]})
 
 

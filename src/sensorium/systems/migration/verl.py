@@ -16,6 +16,7 @@ from sensorium.systems.migration.outcomes import (
     ADAMW,
     DROP,
     ENGINE,
+    LOGGERS,
     MICRO,
     PACKED,
     SAMPLED,
@@ -403,8 +404,8 @@ def _held_out(sheet: Sheet, setting: Setting) -> Rule:
 
 
 def _generations(sheet: Sheet, setting: Setting) -> Rule:
-    if "wandb" not in sheet.value("trainer.logger", []):
-        return no_effect("generations are sent to wandb only, which trainer.logger does not name")
+    if not set(sheet.value("trainer.logger", [])) & {*LOGGERS}:
+        return no_effect("generations are sent to loggers, and trainer.logger names none that is known here")
     return count("logging.generations")
 
 
