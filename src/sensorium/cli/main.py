@@ -35,7 +35,7 @@ COMMANDS = {
     "migrate": "make a recipe of another trainer's script or settings",
     "plan": "forecast a recipe on other hardware: memory, speed, cost",
     "validate": "check environments, tools, rewards and data, without a model",
-    "view": "look at runs in a browser, as they go on: curves, and every episode with its media and tokens",
+    "view": "look at runs and their episodes in a browser, as they go on",
     "show": "show a task as the model sees it: prompt, media, rewards",
     "play": "act as the policy yourself, in the terminal",
     "record": "record demonstrations once, for warm starts to read",
@@ -210,7 +210,6 @@ def _print_help(console: Console) -> None:
     console.print(
         Text.assemble(
             ("\n  sensorium demo\n", "bold"),
-            ("  sensorium train shapes --dry-run\n", "bold"),
             ("  sensorium train my.yaml steps=200 optimizer.lr=1e-5\n", "bold"),
             ("  sensorium COMMAND --help  describes each", "dim"),
         )
