@@ -68,6 +68,7 @@ studies: .venv/tutorial
 docs: .venv/installed
 	$(BIN)/python tools/recipe_page.py > docs/reference/recipe.md
 	$(BIN)/python tools/cli_page.py > docs/reference/cli.md
+	$(BIN)/python tools/api_page.py > docs/reference/api.md
 
 bench: .venv/bench
 	$(BIN)/python -m bench step --workload CPU

@@ -15,7 +15,7 @@ NEW_TOKENS = 256
 
 
 class Reply(str):
-    """The model's text, with its tokens, their log-probs and how it ended (``stop`` or ``length``)."""
+    """The model's text, with its ``tokens``, their ``logprobs``, and ``finish``, how it ended: ``stop`` or ``length``."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -83,6 +83,7 @@ class Model:
         return Reply(segment.text, segment.tokens, segment.logprobs, finish)
 
     def close(self) -> None:
+        """Free the engine and what decodes media."""
         self._rollout.close()
         self._rollout.engine.close()
         self.policy.chat.decoder.close()

@@ -35,7 +35,7 @@ def run(arguments: Namespace) -> int:
 
 
 class View:
-    """The page of some runs, which this process serves until it is closed."""
+    """The page of some runs, which this process serves at ``address`` until it is closed."""
 
     def __init__(self, places: Sequence[str | Path], port: int = 0) -> None:
         try:

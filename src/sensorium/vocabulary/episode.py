@@ -257,6 +257,7 @@ class Episode:
         return sum(len(turn.response.tokens) for turn in self.turns)
 
     def with_scores(self, scores: tuple[Score, ...]) -> "Episode":
+        """The same episode with other scores."""
         return replace(self, scores=scores)
 
 
