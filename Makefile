@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Packages are compiled by who imports them first (pip would compile all); so that must be kept.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: demo quick test suite lint types versions lock scale scale-learning studies docs bench clean
+.PHONY: demo quick test suite lint types versions lock scale scale-learning studies docs site bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
@@ -70,6 +70,10 @@ docs: .venv/installed
 	$(BIN)/python tools/cli_page.py > docs/reference/cli.md
 	$(BIN)/python tools/api_page.py > docs/reference/api.md
 
+# Broken links and anchors are errors. site/index.html opens from disk.
+site: .venv/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: .venv/bench
 	$(BIN)/python -m bench step --workload CPU
 
@@ -118,4 +122,4 @@ lock: .venv/dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv_scale .venv_versions runs build dist src/*.egg-info
+	rm -rf .venv .venv_scale .venv_versions runs site build dist src/*.egg-info

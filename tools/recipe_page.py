@@ -84,7 +84,7 @@ def _words(annotation: Any) -> str:
     if annotation in WORDS:
         return WORDS[annotation]
     if origin is Literal:
-        return " or ".join(f"`{str(part).lower() if isinstance(part, bool) else part}`" for part in parts)
+        return " or ".join(f"`{_show(part)}`" for part in parts)
     if origin in (Union, UnionType):
         return f"{_words(next(part for part in parts if part is not type(None)))}, or empty"
     if origin is tuple and Ellipsis not in parts:
