@@ -371,7 +371,7 @@ def test_a_logger_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatc
     logger.tell = told.append
     for step in range(1, 6):
         logger.stepped(step, {})
-    assert logger.metrics() == {"logger/slow_One_failures": 2.0}
+    assert logger.own_metrics() == {"logger/slow_One_failures": 2.0}
     logger.finished()
     assert len(told) == 2
     assert inner.steps == [1]

@@ -17,6 +17,7 @@ from scipy.stats import pearsonr, spearmanr
 import sensorium as sn
 from sensorium.cli.main import main
 from sensorium.data.media_store import MediaStore
+from sensorium.recipe.estimators_and_losses import ESTIMATORS
 from sensorium.rewards.judges.judgements import AnswerCache
 from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import (
@@ -34,6 +35,7 @@ from sensorium.vocabulary.errors import RecipeError, RecordError
 from tests.recipes import HELD_OUT, SHAPES, parsed, quick
 from tests.report.synthetic_run import make_walks
 from tests.rewards.judges.server import JudgeServer, judge_server, said
+from tests.trainer.small import small
 
 
 def brevity(task: Any, episode: Any) -> float:
@@ -114,6 +116,23 @@ def test_the_runs_own_rewards_give_the_same_scores_and_advantages(run: Path, tmp
         assert credit is not None
         stored = [turn[0] for turn in credit.advantages]
         assert row["advantages"][0] == row["advantages"][1] == pytest.approx(stored, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, traits in ESTIMATORS.items() if not traits.critic])
+def test_advantages_of_every_estimator_without_a_critic_are_those_of_the_run(name: str, tmp_path: Path) -> None:
+    terms = [{"name": "tests.trainer.small:ByParity"}, {"name": f"{__name__}:brevity", "weight": 0.1}]
+    changes: dict[str, Any] = {"rewards": {"terms": terms}, "algorithm": {"advantage": {"name": name}}, "steps": 2}
+    run = tmp_path / "runs" / "run"
+    train(small(run, **changes))
+    found = rescore(run, rescoring_recipe(run, None), tmp_path / "out")
+    assert found["signs"]["compared"] > 0
+    assert found["signs"]["turns"] == 0
+    logged = {row["episode"]["id"]: row for path in (run / "episodes").glob("*") for row in read_rows(path)}
+    for row in read_rows(tmp_path / "out/episodes.jsonl"):
+        credit = credit_from_json(logged[row["episode"]], episode_from_json(logged[row["episode"]]["episode"]))
+        assert credit is not None
+        stored = [sum(turn) / len(turn) for turn in credit.advantages]
+        assert row["advantages"][1] == pytest.approx(stored, abs=1e-6)
 
 
 def test_other_terms_are_rewarded_as_a_run_with_them_would(run: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Watcher:
     def finished(self) -> None:
         """The run is over, well or not: release resources."""
 
-    def metrics(self) -> dict[str, float]:
+    def own_metrics(self) -> dict[str, float]:
         """What it counts of itself, for the row of a step."""
         return {}
 
@@ -125,8 +125,8 @@ class Watchers(Watcher):
     noted = _to_each("noted")
     finished = _to_each("finished")
 
-    def metrics(self) -> dict[str, float]:
-        return {name: value for watcher in self.watchers for name, value in watcher.metrics().items()}
+    def own_metrics(self) -> dict[str, float]:
+        return {name: value for watcher in self.watchers for name, value in watcher.own_metrics().items()}
 
 
 MOST_WAITING = 1000  # calls of a logger
@@ -189,7 +189,7 @@ class BackgroundLogger(Watcher):
         if self.failures > 1:
             self.tell(f"logging.loggers: '{self.name}' failed {self.failures:,} times in this run; what it shows has gaps.")
 
-    def metrics(self) -> dict[str, float]:
+    def own_metrics(self) -> dict[str, float]:
         self._count_failures()
         return {f"logger/{re.sub(r'[^a-zA-Z0-9]+', '_', self.name)}_failures": float(self.failures)}
 
@@ -202,7 +202,7 @@ class BackgroundLogger(Watcher):
     def _failed(self, why: str) -> None:
         self.failures += 1
         if self.failures == 1:
-            counter = f"{next(iter(self.metrics()))} in the metrics counts on"
+            counter = f"{next(iter(self.own_metrics()))} in the metrics counts on"
             self.tell(f"ATTENTION: logging.loggers: '{self.name}' failed, and the run goes on without: {why}. {counter}.")
 
 

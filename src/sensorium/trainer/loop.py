@@ -356,7 +356,7 @@ class Trainer:
         row |= self.meter.row() | self.session.take_engine_metrics()
         for note in self.meter.notes():
             self.watcher.noted(note)
-        row |= self.health.examine(self.step, row, evidence) | self.watcher.metrics()
+        row |= self.health.examine(self.step, row, evidence) | self.watcher.own_metrics()
         self.metrics.append(self.step, row)
         self.watcher.stepped(self.step, row)
         self._note_no_accuracy(row, "reward/mean", "accuracy")
