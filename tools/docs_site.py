@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -28,6 +29,13 @@ LOGS = {"changelog.md", "internals/speed_log.md"}
 SECTIONS = {"start": "Start", "guides": "Guides", "guides/systems": "From other systems", "reference": "Reference",
             "internals": "Internals"}  # fmt: skip
 """Folders in the order of the navigation; one in another is the last entry there."""
+FIRST = (
+    "start/how_to.md", "start/digits.md", "start/own_environment.md", "start/browser.md", "start/python.md",
+    "guides/tasks.md", "guides/media.md", "guides/environments.md", "guides/own_parts.md", "guides/judges.md",
+    "guides/evaluation.md", "guides/view.md", "guides/experiments.md",
+    "reference/recipe.md", "reference/cli.md", "reference/api.md", "reference/metrics.md", "reference/health.md",
+)  # fmt: skip
+"""Pages at the beginning of their folders, in this order; the others follow by name."""
 
 FENCE = r"^(?P<fence> *```).*?^(?P=fence)"
 CODE = r"(?P<ticks>`+)(?!`)(?:(?!\n\n).)+?(?<!`)(?P=ticks)(?!`)"
@@ -46,8 +54,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def navigation(pages: list[str]) -> list[object]:
     """The entries of mkdocs' ``nav``: the home page, a section for each folder, and the project's pages."""
+    if gone := set(FIRST) - {*pages}:
+        raise PluginError(f"FIRST in tools/docs_site.py names pages that are gone: {', '.join(sorted(gone))}")
     entries: dict[str, list[object]] = {}
-    for page in sorted(pages):
+    for page in [*FIRST, *sorted({*pages} - {*FIRST})]:
         entries.setdefault(posixpath.dirname(page), []).append(page)
     for folder in [*SECTIONS, *sorted(entries.keys() - SECTIONS.keys() - {""})]:
         entries[posixpath.dirname(folder)].append({SECTIONS.get(folder, folder): entries[folder]})
@@ -61,6 +71,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     if here in LOGS:
         page.meta["search"] = {"boost": 0.3}
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]  # a list of itself; the tabs lead on
     source = {place: path for path, place in OUTSIDE.items()}.get(here, f"docs/{here}")
 
     def placed(found: re.Match[str]) -> str:
