@@ -15,12 +15,14 @@ import pytest
 
 from sensorium.cluster.python_process import end_orphans
 from sensorium.data.media_store import MediaStore
+from sensorium.envs.remote.client import RemoteEnvironment
 from sensorium.envs.remote.instances import InstancePool, PooledEnvironment, poolable
 from sensorium.services.sessions import Offer, Offers, SessionTable, text_of_messages
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import EnvironmentFailure, EnvironmentLost, RecipeError
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 from tests.envs.browsing import CHROMIUM, NAME
+from tests.services.running import serving
 
 PROGRAMS = [
     "plain",
@@ -191,6 +193,16 @@ def test_a_service_keeps_instances_for_later_sessions_and_stops_them_at_its_end(
         assert not any(map(alive, seen[0][:2]))
 
     asyncio.run(served())
+
+
+def test_an_episode_whose_instance_a_service_lost_may_be_played_again_there() -> None:
+    with serving(SessionTable(Offers({"browsing": Offer(NAME)}), MediaStore(), 1, pool=InstancePool(1, 60.0))) as address:
+        playing = RemoteEnvironment(MediaStore(), address, "browsing")
+        os.kill(shown(playing)[0], signal.SIGKILL)
+        with pytest.raises(EnvironmentLost):
+            playing.step("look")
+        assert shown(playing)[2] == 1
+        playing.close()
 
 
 def driven(program: str) -> tuple["subprocess.Popen[str]", list[int]]:

@@ -71,7 +71,7 @@ def servers(running: Servers) -> Servers:
     return running
 
 
-def recipe(folder: Path, port: int, kind: str, wait_s: float = 120.0) -> Recipe:
+def recipe(folder: Path, port: int, kind: str, wait_s: float = 120.0, workers: bool = False) -> Recipe:
     url = f"http://127.0.0.1:{port}"
     asked = {"servers": [url], "environment": "dying"} if kind == "remote" else {"url": url, "field": "move"}
     source = {"environment": kind, "size": 6, "split_by": "seed", "options": {**asked, "wait_s": wait_s}}
@@ -83,16 +83,18 @@ def recipe(folder: Path, port: int, kind: str, wait_s: float = 120.0) -> Recipe:
         "rewards": {"terms": [{"name": "environment"}]},
         "optimizer": {"lr": 1e-3},
         "checkpoint": {"every": 1},
+        "cluster": {"environments": int(workers)},
     }
     return parsed(quick("lost", **sections), folder)
 
 
 def test_its_episodes_are_rolled_again_and_the_run_ends_in_the_same_bits(servers: Servers, tmp_path: Path) -> None:
     port, kind = servers.port, servers.kind
-    train(recipe(tmp_path / "whole", port, kind))
+    with_workers = kind == "openenv"  # which play other environments; remote is refused with them
+    train(recipe(tmp_path / "whole", port, kind, workers=with_workers))
     assert servers.notes == []
     Path(os.environ["DIES_AT"]).write_text("27")  # within the second step
-    train(recipe(tmp_path / "lost", port, kind), watchers=[servers])
+    train(recipe(tmp_path / "lost", port, kind, workers=with_workers), watchers=[servers])
     lost, back = servers.notes
     assert str(port) in lost
     assert "120 s" in lost

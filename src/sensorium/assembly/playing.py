@@ -94,15 +94,21 @@ class EnvironmentMaker:
         """True where a task's environment is plain computation, which needs no thread."""
         spec = task.environment
         return (spec is None or spec.name == RECORDED) or (
-            self.workers is None and getattr(resolve("environment", spec.name), "instant", False) is True
+            not self._by_worker(spec.name) and getattr(resolve("environment", spec.name), "instant", False) is True
         )
+
+    def _by_worker(self, name: str) -> bool:
+        """Whether a worker plays it. Servers of its own are asked from here, where their loss is noticed."""
+        return self.workers is not None and not hasattr(resolve("environment", name), "available")
 
     async def available(self, task: Task, noted: Callable[[str], None]) -> None:
         """Wait until a task's environment can be played, if need be for a lost server, of which ``noted`` hears."""
         spec = task.environment
-        if self.workers is not None:
+        if spec is None or spec.name == RECORDED:
+            return
+        if self.workers is not None and self._by_worker(spec.name):
             await self.workers.available()
-        elif spec is not None and spec.name != RECORDED:
+        else:
             wait = getattr(resolve("environment", spec.name), "available", None)
             if wait is not None:
                 await wait(spec.options, noted)
@@ -113,7 +119,7 @@ class EnvironmentMaker:
             return self.question(task)
         if spec.name == RECORDED:
             return RecordedEnvironment(task)
-        if self.workers is not None:
+        if self.workers is not None and self._by_worker(spec.name):
             return self.workers.environment(task, self.store)
         if self.pool is not None and poolable(task):
             return self.pool.environment(spec.name, spec.options, self.store)

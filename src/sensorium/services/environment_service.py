@@ -7,8 +7,8 @@
     GET    /v1/media/{hash}             a picture that was referred to
     WS     /v1/ws                       frames of many operations (``envs/remote/wire.py``), with the pictures in them
 
-Statuses: 401 no key, 404 no such session or environment, 409 a step out of turn, 410 the episode is lost, 422 a wrong
-request, 503 full (with Retry-After).
+Statuses: 401 no key, 404 no such session or environment, 409 a step out of turn, 410 the episode has failed, 422 a wrong
+request, 502 the process of its environment was lost, which is not the episode's fault, 503 full (with Retry-After).
 
 ``python -m sensorium.services.environment_service FD`` is a worker of a run: it serves the run's driver alone, on a free
 port. ``cluster/placed_workers.py`` has the rest.
@@ -51,9 +51,10 @@ STATUSES = {
     401: "the key is missing or wrong",
     404: "there is no such session, environment or medium",
     409: "a step out of turn, or another session has this id",
-    410: "the episode is lost",
+    410: "the episode has ended or failed",
     413: "the body is too large",
     422: "the request is wrong",
+    502: "the process of the environment was lost; open another session for the episode",
     503: "the server is full; try again after Retry-After seconds",
 }
 

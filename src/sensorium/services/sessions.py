@@ -42,7 +42,7 @@ from sensorium.recipe.registry import (
 from sensorium.rollout.live import Deadlines, LiveEnvironment
 from sensorium.services.application import Refusal, whole
 from sensorium.vocabulary.content import Media
-from sensorium.vocabulary.errors import RecipeError, SensoriumError, nearest
+from sensorium.vocabulary.errors import EnvironmentLost, RecipeError, SensoriumError, nearest
 from sensorium.vocabulary.plain import words
 from sensorium.vocabulary.task import EnvironmentSpec, Task
 
@@ -316,7 +316,7 @@ class SessionTable:
         try:
             return {"response": await session.live.demonstrate(session.number)}
         except SensoriumError as error:
-            raise Refusal(410, str(error)) from error
+            raise Refusal(_status(error), str(error)) from error
 
     async def content_keys(self, environment: Any, options: Any, seeds: list[int]) -> list[str]:
         """What seeds lead to. Runs in a thread, under the deadline: options may make it take long."""
@@ -437,7 +437,7 @@ class SessionTable:
                 if session.reserved:
                     self.sessions[session.id] = Session(session.id, session.environment, session.options, reserved=True)
             wrong_request = task is session.opening and isinstance(error.__cause__, RecipeError)
-            raise Refusal(422 if wrong_request else 410, _reason(error)) from error
+            raise Refusal(422 if wrong_request else _status(error), _reason(error)) from error
 
     def _known(self, id: str) -> Session:
         session = self.sessions.get(id)
@@ -460,6 +460,11 @@ class SessionTable:
         closing = asyncio.ensure_future(close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+
+def _status(error: BaseException) -> int:
+    """Of an episode that failed; or whose environment's process was lost, so that it may be played again."""
+    return 502 if isinstance(error, EnvironmentLost) else 410
 
 
 def _reason(error: BaseException) -> str:

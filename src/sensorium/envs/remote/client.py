@@ -9,7 +9,8 @@ Invariants:
 - A lost step is requested again, at the same server under the same number, so it acts once. If nothing listens there any
   more, or for ``retry_s`` nothing answers, or the server no longer knows the session, that is a ServerLost: the rollout
   waits until a server answers (``available``) and plays the episode again.
-- A server that is known to be ``gone`` for good (a worker of the run that died) is not waited for: EnvironmentLost.
+- A server that is known to be ``gone`` for good (a worker of the run that died) is not waited for: EnvironmentLost. The
+  same holds for an environment whose process was lost at a server.
 """
 
 import asyncio
@@ -56,6 +57,7 @@ DOWN_S = 2.0  # how long a server that could not be reached is asked last
 PLACED_RETRY_S = 60.0  # how long a lost reply of a worker that may be alive is requested again
 PROBE_S = 0.5  # between looks at servers of which none answers
 UNKNOWN = 404  # status of a session that a server does not know: it was started again
+LOST = 502  # status of a session whose environment's process was lost there
 
 _clients: dict[tuple[tuple[str, ...], str], "EnvironmentClient"] = {}
 _lock = threading.Lock()
@@ -369,6 +371,7 @@ class EnvironmentClient:
                         why = f"{server.connection.url}: {refusal.why}"
                         if refusal.status == 503:
                             continue
+                        _refuse_lost(refusal, why)
                         if refusal.status not in NO_ENTRY:
                             raise EnvironmentFailure(why) from refusal
                         denied += 1
@@ -471,14 +474,20 @@ class RemoteSession:
             await self.ask({"op": "close"}, deadline_s)
 
     def _refuse_unknown(self, refusal: ServerRefusal) -> None:
-        """Raise if the server does not know the session, since it was started again."""
+        """Raise if the server does not know the session, since it was started again, or lost the environment's process."""
         self._refuse_gone(refusal)
+        _refuse_lost(refusal, f"{self.server.connection.url}: {refusal.why}")
         if refusal.status == UNKNOWN and self.server.waited_for:
             raise ServerLost(f"{self.server.connection.url} was started again: {refusal.why}") from refusal
 
     def _refuse_gone(self, error: Exception) -> None:
         if self.server.gone:
             raise EnvironmentLost(f"step {self.number} is lost: {error}") from error
+
+
+def _refuse_lost(refusal: ServerRefusal, why: str) -> None:
+    if refusal.status == LOST:
+        raise EnvironmentLost(why) from refusal
 
 
 class RemoteEnvironment:
