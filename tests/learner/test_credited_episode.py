@@ -79,7 +79,13 @@ def test_updates_train_observed_text_and_measure_the_mismatch_without_it(checkpo
             {"loss_mask": not observed, "correction": {"weights": weights, "reject": "mean", "reject_above": 50.0}}
         )
         learner = make_learner(policy, algorithm=algorithm, optimizer=OptimizerSection(lr=1e-5))
-        return learner.step([[observing(policy, sample) if observed else sample for sample in group]])
+        metrics = learner.step([[observing(policy, sample) if observed else sample for sample in group]])
+        for sample in group:
+            measures = learner.token_measures([sample.episode.id])[sample.episode.id]
+            for turn, found in zip(sample.episode.turns, zip(*measures, strict=True), strict=True):
+                assert [len(one) for one in found] == [len(turn.response.tokens)] * 2
+                assert all(map(math.isfinite, found[1])), "of what the environment showed there is no log-prob of an engine"
+        return metrics
 
     for weights in ("token", "sequence", "geometric"):
         with_them, without = run(True, weights), run(False, weights)

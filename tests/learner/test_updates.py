@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sensorium.learner.learner import CreditedEpisode, _partition
+from sensorium.learner.learner import CreditedEpisode, _partition, rounded
 from sensorium.learner.update import Objective
 from sensorium.models.policy import FrozenCopy, Policy
 from sensorium.recipe.schema import AlgorithmSection, BatchSection, KLSection, LossSection, OptimizerSection
@@ -137,9 +137,31 @@ def test_every_group_is_in_one_update_of_a_step(count: int, updates: int) -> Non
 def test_a_step_of_several_updates_trains_every_token(checkpoints: dict[str, Path]) -> None:
     policy = open_policy(checkpoints["qwen3_vl"])
     groups = play(policy)
-    row = make_learner(policy, batch=BatchSection(updates_per_epoch=3)).step(groups)
-    written = sum(len(turn.response.tokens) for group in groups for s in group for turn in s.episode.turns)
-    assert row["packing/trained_tokens"] == written
+    learner = make_learner(policy, batch=BatchSection(updates_per_epoch=3))
+    before_N, entropies_N = learner._scores(learner._pack(groups))
+    row = learner.step(groups)
+    responses = [turn.response for group in groups for s in group for turn in s.episode.turns]
+    assert row["packing/trained_tokens"] == sum(len(response.tokens) for response in responses)
+
+    found = learner.token_measures([s.episode.id for group in groups for s in group] + ["of another step"])
+    assert list(found) == [s.episode.id for group in groups for s in group]
+    engine = [value for response in responses for value in response.logprobs]
+    for side, expected_N in ((0, entropies_N), (1, before_N - torch.tensor(engine))):
+        turns = [turn for measures in found.values() for turn in measures[side]]
+        assert [len(turn) for turn in turns] == [len(response.tokens) for response in responses]
+        assert [value for turn in turns for value in turn] == pytest.approx(expected_N.tolist(), abs=6e-5, rel=6e-3), side
+
+
+@given(st.lists(st.floats(width=32, allow_infinity=False)))
+def test_numbers_for_the_log_are_rounded_to_few_digits(values: list[float]) -> None:
+    exact = np.array(values, dtype=np.float32)
+    for value, four_decimals, three_digits in zip(
+        exact.tolist(), rounded(exact, decimals=4), rounded(exact, digits=3), strict=True
+    ):
+        assert four_decimals == pytest.approx(value, abs=5.1e-5, rel=1e-9, nan_ok=True)
+        assert three_digits == pytest.approx(value, rel=5.1e-3, abs=1e-15, nan_ok=True)
+        if 1e-12 < abs(value) < 100:
+            assert float(f"{three_digits:.3g}") == three_digits
 
 
 def test_supervised_steps_learn_what_was_written_whatever_the_advantages(checkpoints: dict[str, Path]) -> None:
@@ -149,6 +171,7 @@ def test_supervised_steps_learn_what_was_written_whatever_the_advantages(checkpo
     rows = [learner.step(groups, "likelihood") for _ in range(12)]
     assert rows[-1]["policy/loss"] < 0.5 * rows[0]["policy/loss"]
     assert not any(name.startswith("mismatch/") for name in rows[0])
+    assert learner.token_measures([groups[0][0].episode.id]) == {}
 
 
 def test_a_kl_without_a_reference_is_refused(checkpoints: dict[str, Path]) -> None:

@@ -1,6 +1,7 @@
 """What training made of an episode is in its log row: fate, advantages as trained, and why scores are missing."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,17 @@ def test_advantages_come_back_to_the_last_bit_of_a_float32(given_advantages: lis
 def test_a_turn_whose_tokens_have_one_advantage_takes_one_number() -> None:
     fields = credit_to_json(EpisodeCredit("trained", ((0.5, 0.5, 0.5), (1.0, -1.0))))
     assert fields == {"fate": "trained", "advantages": [0.5, [1.0, -1.0]]}
+
+
+def test_entropies_and_mismatches_come_back_and_an_unknown_one_is_none_in_the_log() -> None:
+    turns = ((-1.19e-07, math.nan, 0.0), (0.25, 0.25))
+    row = json.loads(json.dumps(credit_to_json(EpisodeCredit("trained", ((1.0,) * 3, (1.0,) * 2), (), turns))))
+    assert row["mismatches"] == [[-1.19e-07, None, 0.0], 0.25]
+    assert "entropies" not in row
+    found = credit_from_json(row, episode([3, 2]))
+    assert found is not None
+    assert str(found.mismatches) == str(turns)
+    assert found.entropies == ()
 
 
 def test_a_step_is_written_with_fates_and_advantages_and_rows_without_them_are_still_read(tmp_path: Path) -> None:

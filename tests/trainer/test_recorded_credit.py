@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from sensorium.runs.durable import read_rows
+from sensorium.runs.episodes import read_credits_of
+from sensorium.runs.metrics import read_metrics
 from sensorium.trainer import loop
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import RewardFailure
@@ -47,3 +49,13 @@ def test_the_advantages_on_record_are_those_of_the_update(tmp_path: Path, monkey
         assert row["fate"] == "trained"
         assert row.get("missing") == ({"absent": "the judge was out"} if row["episode"]["index"] == 0 else None)
     assert {row["advantages"][0] > 0 for row in rows} == {True, False}
+
+    (metrics,) = read_metrics(tmp_path / "run/metrics.jsonl")
+    credits = read_credits_of(rows).values()
+    entropies, mismatches = (
+        [value for credit in credits for turn in turns(credit) for value in turn]
+        for turns in (lambda credit: credit.entropies, lambda credit: credit.mismatches)
+    )
+    assert len(entropies) == len(mismatches) == metrics["packing/trained_tokens"]
+    assert sum(entropies) / len(entropies) == pytest.approx(metrics["policy/entropy"], abs=1e-4)
+    assert max(map(abs, mismatches)) == pytest.approx(metrics["mismatch/max"], rel=0.01)

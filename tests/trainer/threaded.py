@@ -5,7 +5,7 @@ other side, would show.
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from sensorium.assembly.local_learner import LocalLearner
 from sensorium.assembly.models import load_trained
 from sensorium.assembly.playing import open_store
 from sensorium.assembly.session import Session
-from sensorium.learner.credited_episode import Assessment, Groups
+from sensorium.learner.credited_episode import Assessment, Groups, TokenMeasures
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.episode import Episode
@@ -54,6 +54,9 @@ class ThreadedLearner:
 
     def step(self, groups: Groups, loss: str) -> dict[str, float]:
         return self._call("step", groups, loss)
+
+    def token_measures(self, episodes: Collection[str]) -> dict[str, TokenMeasures]:
+        return self._call("token_measures", list(episodes))
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._call("weights")

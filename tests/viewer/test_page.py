@@ -36,6 +36,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: 
 
 expect.set_options(timeout=30_000)  # the machine may be shared
 MARKUP = '<img src=x onerror="document.title=1">'
+NUMBERS = ((1.0, -2.0), (1.0, 3.0), (0.002, -0.05))  # advantage, entropy and mismatch of first and later tokens
 TEXT = f"{MARKUP} at 1.0 s: click(32, 24) é"
 
 
@@ -58,7 +59,9 @@ def make_marked(folder: Path) -> RunDirectory:
     answers = Transcripts(run.path / TRANSCRIPTS)
     answers.replace(["e 1"], "judge", [TranscriptLine("a model", "fidelity", f"Is it so? {MARKUP}", "Ochre, 7 of 10.")])
     answers.close()
-    credits = {"e 1": EpisodeCredit(advantages=((1.0,) * 8 + (-2.0,) * (len(ends) - 8),))}
+    halves = (8, len(ends) - 8)
+    given = [tuple(value for value, n in zip(pair, halves, strict=True) for _ in range(n)) for pair in NUMBERS]
+    credits = {"e 1": EpisodeCredit("trained", *((turn,) for turn in given)), "e 2": EpisodeCredit("dropped: a test")}
     write_episodes(run.episodes_of(1), 1, [Group("g", Task("t", turn.observation), (first, second))], credits=credits)
     return run
 
@@ -220,6 +223,12 @@ def test_tokens_media_and_places_of_an_episode_are_shown_together(visit: Visit) 
     expect(page.locator(".tools")).to_contain_text("-0.5 to -0.5")
     response.locator(".token").first.hover()
     expect(page.get_by_role("tooltip")).to_contain_text("probability 0.607")
+    expect(page.get_by_role("tooltip")).to_contain_text("entropy 1mismatch +0.002")
+    for shares in (["0.500", "1.000"], ["0.020", "0.500"]):  # full at 2 nats; at a difference of 0.1
+        page.keyboard.press("c")
+        found = [response.locator(".token").nth(i).evaluate("one => one.style.getPropertyValue('--s')") for i in (0, 9)]
+        assert found == shares
+    expect(response.locator(".token.down")).to_have_count(len(TEXT.encode()) - 8)
     expect(page.locator(".place")).to_have_count(2)
     assert page.locator(".place circle").evaluate("one => [one.cx.baseVal.value, one.cy.baseVal.value]") == [32, 24]
     frames = page.locator(".frames button")
@@ -238,6 +247,9 @@ def test_tokens_media_and_places_of_an_episode_are_shown_together(visit: Visit) 
     expect(page.locator("aside .found a")).to_have_count(2)
     page.locator("aside .found a").nth(1).click()
     expect(page.locator(".facts").first).to_contain_text("attempt 2 of 2")
+    page.locator("[data-mode=mismatch]").click()
+    expect(page.locator(".legend")).to_contain_text("not recorded")
+    expect(page.locator(".legend")).to_contain_text("dropped: a test")
 
 
 def test_markup_of_an_episode_stays_text(visit: Visit) -> None:

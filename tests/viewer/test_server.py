@@ -165,7 +165,10 @@ def test_tokens_and_numbers_are_as_they_were_logged(odd: tuple) -> None:
     assert set(tokens["logprobs"]) == {-0.5}
     assert set(tokens["sampled"]) == {-0.25}
     assert tokens["advantages"] == []
-    assert page["stored"] == {"advantage": False, "logprob": True, "sampled": True}
+    assert page["stored"] == {
+        "advantage": False, "logprob": True, "sampled": True, "entropy": False, "mismatch": False
+    }  # fmt: skip
+    assert page["unmeasured"]
     assert [(place["kind"], place["at"]) for place in turn["places"]] == [("point", [3, 4]), ("box", [1, 2, 3, 4])]
     assert page["scores"][0]["value"] == "Infinity"
     assert row["reward"] is None

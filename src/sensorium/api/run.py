@@ -13,7 +13,7 @@ from sensorium.report.page import render_episode, write_report
 from sensorium.report.watcher import conversation
 from sensorium.rewards.reward_term import question_messages
 from sensorium.runs.durable import read_rows, write_whole
-from sensorium.runs.episodes import credit_from_json, episode_from_json, task_from_json
+from sensorium.runs.episodes import EpisodeCredit, credit_from_json, episode_from_json, task_from_json
 from sensorium.runs.metrics import read_metrics
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.viewer import View
@@ -197,10 +197,13 @@ class Run:
 
 
 def episode_facts(row: Mapping[str, Any], evaluation: str) -> dict[str, Any]:
-    """The row of ``Run.episodes`` for a row of a log."""
+    """The row of ``Run.episodes`` for a row of a log; ``entropy`` and ``mismatch`` (its size) are means over tokens."""
     task, episode = task_from_json(row["task"]), episode_from_json(row["episode"])
     credit = credit_from_json(row, episode)
-    advantages = [value for turn in credit.advantages for value in turn] if credit is not None else []
+    credit = credit or EpisodeCredit("")
+    advantages, entropies, mismatches = (
+        [value for turn in turns for value in turn] for turns in (credit.advantages, credit.entropies, credit.mismatches)
+    )
     kinds = Counter(part.kind for message in episode.conversation for item in message.media for part in item.parts)
     return {
         "step": row["step"],
@@ -212,10 +215,12 @@ def episode_facts(row: Mapping[str, Any], evaluation: str) -> dict[str, Any]:
         "category": category_of(task, episode),
         "status": episode.status.value,
         "failure": episode.failure,
-        "fate": credit.fate if credit is not None else "",
+        "fate": credit.fate,
         "reward": episode.reward,
         "correct": episode.correct,
         "advantage": sum(advantages) / len(advantages) if advantages else None,
+        "entropy": sum(entropies) / len(entropies) if entropies else None,
+        "mismatch": sum(map(abs, mismatches)) / len(mismatches) if mismatches else None,
         "turns": len(episode.turns),
         "tokens": episode.sampled_tokens,
         "pictures": kinds["picture"],

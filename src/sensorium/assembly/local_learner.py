@@ -1,7 +1,7 @@
 """The learner of a run in this process, on the same policy that the engine samples from."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sensorium.assembly.models import WholeModels, begin_reference, load_beside, resume_reference, write_reference
 from sensorium.assembly.session import Session
-from sensorium.learner.credited_episode import Assessment, CreditedEpisode, Groups
+from sensorium.learner.credited_episode import Assessment, CreditedEpisode, Groups, TokenMeasures
 from sensorium.learner.critic import Critic
 from sensorium.learner.learner import Learner
 from sensorium.learner.learner_protocol import RunLearner
@@ -65,6 +65,10 @@ class LocalLearner:
         trained = [sample for group in groups for sample in group if sample.episode.sampled_tokens]
         self._shortest = min(trained, key=_length)
         return metrics
+
+    def token_measures(self, episodes: Collection[str]) -> dict[str, TokenMeasures]:
+        """Entropies and mismatches that the last step found, for those of these episodes that it trained on."""
+        return self._stage.token_measures(episodes)
 
     def weights(self) -> Mapping[str, Tensor]:
         """The live parameters that learn, by name."""

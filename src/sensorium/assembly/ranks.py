@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from sensorium.assembly.models import write_reference
 from sensorium.assembly.session import Session
 from sensorium.assembly.workers import open_host
 from sensorium.cluster.python_process import CLOSE_S, Channel, ProcessHost, error_of, last_words, memory_folder, plain_error
-from sensorium.learner.credited_episode import Assessment, Groups
+from sensorium.learner.credited_episode import Assessment, Groups, TokenMeasures
 from sensorium.models.policy import Policy
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.checkpoint_layout import CheckpointFolder
@@ -322,6 +322,11 @@ class ShardedLearner:
         costs = [self._costs.of([sample.episode for sample in group]) for group in plain]
         metrics: dict[str, float] = self._ask("step", plain, loss, costs)
         return metrics
+
+    def token_measures(self, episodes: Collection[str]) -> dict[str, TokenMeasures]:
+        """Entropies and mismatches that the last step found, for those of these episodes that it trained on."""
+        measures: dict[str, TokenMeasures] = self._ask("token_measures", tuple(episodes))
+        return measures
 
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters that learn, gathered from the ranks."""

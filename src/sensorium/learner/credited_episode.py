@@ -7,7 +7,7 @@ it; the values *after* the episodes come behind all positions, one place an epis
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -247,6 +247,17 @@ def sampled_tokens(groups: Groups, device: torch.device) -> SampledTokens:
         torch.repeat_interleave(torch.arange(len(samples)), counts_S).to(device),
         counts_S.to(device),
     )
+
+
+class TokenMeasures(NamedTuple):
+    """What the learner found of an episode's sampled tokens, by turn, with the weights that the step began with.
+
+    ``entropies`` (nats, four decimals) are of the policy at the rollout's temperature, before top-p and top-k;
+    ``mismatches`` (three digits) are the learner's log-prob of the token minus the engine's, NaN where it gave none.
+    """
+
+    entropies: tuple[tuple[float, ...], ...]
+    mismatches: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -406,13 +406,18 @@ class LogprobScorer:
     @torch.no_grad()
     def logprobs(self, packing: Packing) -> Tensor:
         """Log-probs [N] of all sampled tokens of a packing, in canonical order, without gradient."""
+        return self.scores(packing)[0]
+
+    @torch.no_grad()
+    def scores(self, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [N] of all sampled tokens of a packing, in canonical order, without gradient."""
         features = UpdateFeatures(self.policy, packing.microbatches)
-        logprobs_N = torch.zeros(packing.trained, device=self.policy.device)
+        logprobs_N, entropies_N = torch.zeros(2, packing.trained, device=self.policy.device).unbind()
         for microbatch in packing.microbatches:
             with self.policy.replay_routes(microbatch.routes_TLK):
                 hidden_TH = hidden_states(self.policy, microbatch, features)
-            logprobs_N[microbatch.places_M] = self.score(hidden_TH, microbatch)[0]
-        return logprobs_N
+            logprobs_N[microbatch.places_M], entropies_N[microbatch.places_M] = self.score(hidden_TH, microbatch)
+        return logprobs_N, entropies_N
 
     @torch.no_grad()
     def _as_sampled(self, hidden_MH: Tensor, targets_M: Tensor) -> Tensor:

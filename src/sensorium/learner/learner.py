@@ -1,9 +1,10 @@
 """The learner: assesses episodes before a step, and makes all updates of the step."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from sensorium.learner.credited_episode import (
     CreditedEpisode,
     Groups,
     Positions,
+    TokenMeasures,
     asked_values,
     find_positions,
     sampled_tokens,
@@ -35,6 +37,7 @@ from sensorium.vocabulary.episode import Episode
 from sensorium.vocabulary.errors import ModelError, NonFiniteUpdate, RecipeError
 
 __all__ = ["Assessment", "CreditedEpisode", "Learner"]
+POWERS = np.array([float(f"1e{power}") for power in range(16)])  # exact: quotients by them have few digits
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,39 @@ class InterruptedStep:
 
     updates: int
     old: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Entropies and mismatches of a step's tokens, and where in them each episode's turns begin and end."""
+
+    turns: dict[str, list[tuple[int, int]]]
+    entropies_N: Tensor
+    mismatches_N: Tensor
+
+    def of(self, episodes: Collection[str]) -> dict[str, TokenMeasures]:
+        """By turn, for those of these episodes that the step trained on."""
+        entropies = rounded(self.entropies_N.cpu().numpy(), decimals=4)
+        mismatches = rounded(self.mismatches_N.cpu().numpy(), digits=3)
+        return {
+            id: TokenMeasures(
+                tuple([tuple(entropies[start:end]) for start, end in self.turns[id]]),
+                tuple([tuple(mismatches[start:end]) for start, end in self.turns[id]]),
+            )
+            for id in episodes
+            if id in self.turns
+        }
+
+
+def rounded(values_N: np.ndarray, *, decimals: int = 0, digits: int = 0) -> list[float]:
+    """Numbers with so many decimals, or significant digits, as floats that a log writes in few characters."""
+    exact_N = values_N.astype(np.float64)
+    power = np.full(len(exact_N), decimals)
+    if digits:
+        sizes_N = np.where(np.isfinite(exact_N) & (exact_N != 0), np.abs(exact_N), 1)
+        power = np.clip(digits - 1 - np.floor(np.log10(sizes_N)).astype(int), 0, len(POWERS) - 1)
+    found: list[float] = (np.round(exact_N * POWERS[power]) / POWERS[power] + 0.0).tolist()  # + 0.0: no -0.0
+    return found
 
 
 class Learner:
@@ -77,6 +113,7 @@ class Learner:
         self.critic = critic
         self.steps = 0
         self._interrupted: InterruptedStep | None = None
+        self._tokens: StepTokens | None = None
         self._optimizer_section, self._algorithm, self._batch = optimizer, algorithm, batch
         self._total_steps = total_steps
         self._temperature, self._stop_tokens = temperature, stop_tokens
@@ -126,7 +163,8 @@ class Learner:
     def step(self, groups: Groups, loss: str | None = None, costs: Sequence[float] | None = None) -> dict[str, float]:
         """All updates of one step; returns its metrics. ``loss`` overrides the recipe's (``likelihood``: supervised)."""
         objective = self._objective(loss or self._algorithm.loss.name)
-        self._scorer.scale = 0.0
+        self._scorer.scale, self._tokens = 0.0, None
+        written = {id(turn.response) for group in groups for sample in group for turn in sample.episode.turns}
         lay_out, forbidden = self.policy.chat.layout, self._scorer.forbidden
         groups = [[with_observations(sample, lay_out, forbidden) for sample in group] for group in groups]
         seen = self.policy.counters.tower_items
@@ -156,17 +194,25 @@ class Learner:
                 self._interrupted = InterruptedStep(index, tuple(batch.old_N for batch in batches))
                 raise NonFiniteUpdate(f"update {index + 1} of {count}: {error}") from error
             if index == 0 and batches[0].old_N is None:
-                batches[0] = replace(batches[0], old_N=measured[0].logprobs_N)
+                batches[0] = replace(batches[0], old_N=measured[0].logprobs_N, old_entropies_N=measured[0].entropies_N)
         self.steps += 1
         metrics = _over_updates([one.metrics() for one in measured])
         if not objective.supervised:
             metrics |= _mismatch(batches, measured, self.team.largest(self._scorer.scale)[0])
             metrics |= self._controlled(metrics, sum(len(group) for group in groups))
+            self._tokens = _step_tokens(batches, [s for part in parts for i in part for s in groups[i]], written)
         return metrics | {
             "policy/lr": self._optimizer_section.lr * share if objective.policy_learns else 0.0,
             "packing/trained_tokens": sum(batch.packing.trained for batch in batches),
             **self._packing_metrics(batches, self.policy.counters.tower_items - seen),
         }
+
+    def token_measures(self, episodes: Collection[str]) -> dict[str, TokenMeasures]:
+        """Entropies and mismatches that the last step found, for those of these episodes that it trained on.
+
+        None of a supervised step, nor of one that went on after an interruption.
+        """
+        return {} if self._tokens is None else self._tokens.of(episodes)
 
     def logprobs(self, groups: Groups) -> list[list[tuple[Tensor, ...]]]:
         """Log-probs of every sampled token under the current weights: group, sample, turn."""
@@ -245,17 +291,25 @@ class Learner:
 
     def _logprobs(self, packing: Packing) -> Tensor:
         """Log-probs of a packing's tokens under the current weights, those of the other ranks included."""
-        found_N = self.team.sum(self._scorer.logprobs(packing))
+        return self._scores(packing)[0]
+
+    def _scores(self, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of a packing's tokens under the current weights, those of the other ranks included."""
+        logprobs_N, entropies_N = map(self.team.sum, self._scorer.scores(packing))
         self.policy.rest()
-        return found_N
+        return logprobs_N, entropies_N
 
     def _with_old(self, batches: list[UpdateBatch]) -> list[UpdateBatch]:
         """Old log-probs of all batches. The first update computes its own, unless the correction needs them before."""
         section = self._algorithm.correction
         whole = section.weights in ("sequence", "geometric") or section.reject != "none"
-        return [
-            replace(batch, old_N=self._logprobs(batch.packing)) if i or whole else batch for i, batch in enumerate(batches)
-        ]
+        found = []
+        for i, batch in enumerate(batches):
+            if i or whole:
+                old_N, entropies_N = self._scores(batch.packing)
+                batch = replace(batch, old_N=old_N, old_entropies_N=entropies_N)
+            found.append(batch)
+        return found
 
     def _corrected(self, batch: UpdateBatch, objective: Objective) -> UpdateBatch:
         """Corrections of the mismatch that take whole sequences; those of single tokens are found on the way."""
@@ -327,6 +381,26 @@ def _over_updates(rows: Sequence[dict[str, float]]) -> dict[str, float]:
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
     return {name: together(name) for name in rows[0]}
+
+
+def _step_tokens(
+    batches: Sequence[UpdateBatch], samples: Sequence[CreditedEpisode], written: Collection[int]
+) -> StepTokens | None:
+    """The step's tokens as the weights that it began with see them; ``written`` are the ids of responses as objects."""
+    old = [(batch.old_N, batch.old_entropies_N, batch.tokens.engine_N) for batch in batches]
+    turns: dict[str, list[tuple[int, int]]] = {}
+    end = 0
+    for sample in samples:
+        places = turns[sample.episode.id] = []
+        for turn in sample.episode.turns:
+            start, end = end, end + len(turn.response.tokens)
+            if id(turn.response) in written:  # else what the environment showed, which is trained too
+                places.append((start, end))
+    entropies = [entropies_N for _, entropies_N, _ in old if entropies_N is not None]
+    mismatches = [old_N - engine_N for old_N, _, engine_N in old if old_N is not None]
+    if not len(entropies) == len(mismatches) == len(old):
+        return None
+    return StepTokens(turns, torch.cat(entropies), torch.cat(mismatches))
 
 
 def _mismatch(batches: Sequence[UpdateBatch], measured: Sequence[UpdateResult], scale: float) -> dict[str, float]:

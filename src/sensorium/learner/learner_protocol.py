@@ -5,17 +5,18 @@ thread or process, or be sharded over many devices. A step of the trainer asks i
 
     assess(groups)       what credit must know of the sampled episodes
     step(samples, loss)  all updates; returns metrics
+    token_measures(ids)  entropies and mismatches that the step found, of the episodes that are logged
     weights()            what the engine samples with from now on, counted by ``version``
     problem(), save()    where the model is measured or saved
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
-from sensorium.learner.credited_episode import Assessment, Groups
+from sensorium.learner.credited_episode import Assessment, Groups, TokenMeasures
 from sensorium.vocabulary.episode import Episode
 
 
@@ -40,6 +41,10 @@ class RunLearner(Protocol):
 
     def step(self, groups: Groups, loss: str) -> dict[str, float]:
         """All updates of one step; returns its metrics. Raises NonFiniteUpdate with the weights as they were."""
+        ...
+
+    def token_measures(self, episodes: Collection[str]) -> dict[str, TokenMeasures]:
+        """Entropies and mismatches that the last step found, for those of these episodes that it trained on."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

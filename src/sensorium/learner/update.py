@@ -160,14 +160,16 @@ class Routers:
 class UpdateBatch:
     """The data of an update: sampled tokens in canonical order, their packing, and what is known of them beforehand.
 
-    ``old_N`` None: the weights have not moved since sampling, so old is current. ``corrections_N`` are weights against the
-    mismatch where they take whole sequences; ``rejected_S`` marks those left out for it. ``key`` decides random choices.
+    ``old_N`` None: the weights have not moved since sampling, so old is current. ``old_entropies_N`` are of the same pass
+    as ``old_N``; None: not known. ``corrections_N`` are weights against the mismatch where they take whole sequences;
+    ``rejected_S`` marks those left out for it. ``key`` decides random choices.
     """
 
     tokens: SampledTokens
     packing: Packing
     key: tuple[int, ...] = ()
     old_N: Tensor | None = None
+    old_entropies_N: Tensor | None = None
     reference_N: Tensor | None = None
     corrections_N: Tensor | None = None
     rejected_S: Tensor | None = None

@@ -43,7 +43,7 @@ NATIVE_ROWS, VLLM_ROWS = 512, 256  # max_rows of engines, unless the recipe sets
 TOWER = "vision tower"
 CLIPS_AT_ONCE = 64  # distinct videos and sounds of held-out tasks that are played at once: all of them are decoded
 # Estimated, not measured: bytes of an episode's log without its tokens, of a token in it, of a row of each file.
-EPISODE_BYTES, TOKEN_BYTES, METRICS_BYTES, LEDGER_BYTES = 2500, 60, 2500, 60
+EPISODE_BYTES, TOKEN_BYTES, METRICS_BYTES, LEDGER_BYTES = 2500, 80, 2500, 60
 VLLM_SHARE = 0.4  # of a GPU's memory, unless the recipe sets gpu_share
 SHARE = 0.9  # of a GPU that a forecast may fill: forecasts are within 15 % of measurements, and torch keeps some memory
 Way = bool | Literal["selective"]

@@ -1,7 +1,8 @@
 """Episodes, tasks and groups as JSON, and back without loss; and which of them stay on disk.
 
 Example: of two turns, the first with the same advantage at all its tokens, a row has ``"fate": "trained"`` and
-``"advantages": [0.5, [0.25, 0.25, -1.0]]``. Rows of older versions and of evaluations have neither.
+``"advantages": [0.5, [0.25, 0.25, -1.0]]``, and in the same form ``entropies`` and ``mismatches``. Rows of older versions
+and of evaluations have none of these.
 
 An episode's segments are written once, in a table; threads and turns refer to them by place, so that shared history comes
 back shared. ``info``, ``metadata`` and ``answer`` must be JSON values (a tuple comes back as a list).
@@ -43,44 +44,77 @@ GIB = 1 << 30
 EVALUATIONS_WHOLE = 20
 GROUPS_OF_A_STEP, GROUPS_OF_AN_EVALUATION = 1, 8
 
+TurnNumbers = tuple[tuple[float, ...], ...]  # a number for each token, by turn
+
 
 @dataclass(frozen=True)
 class EpisodeCredit:
-    """An episode's fate, and where it was trained on, the advantages of its tokens by turn."""
+    """An episode's fate; and where it was trained on, what the learner knew of its tokens, by turn.
+
+    ``entropies`` are of the policy, in nats; ``mismatches`` the learner's log-prob minus the engine's, NaN where the engine
+    gave none. Both are with the weights that the step began with; they may be absent.
+    """
 
     fate: str = TRAINED
-    advantages: tuple[tuple[float, ...], ...] = ()
+    advantages: TurnNumbers = ()
+    entropies: TurnNumbers = ()
+    mismatches: TurnNumbers = ()
 
 
 def credits_of(
-    groups: Iterable[Group], fates: Mapping[str, str], advantages: Mapping[str, Sequence[Sequence[float]]]
+    groups: Iterable[Group],
+    fates: Mapping[str, str],
+    advantages: Mapping[str, Sequence[Sequence[float]]],
+    measures: Mapping[str, tuple[TurnNumbers, TurnNumbers]] | None = None,
 ) -> dict[str, EpisodeCredit]:
-    """The credit of every episode by id; ``fates`` are of those not trained on, ``advantages`` of those that were."""
+    """The credit of every episode by id; ``fates`` are of those not trained on, the others of those that were.
+
+    ``measures`` are entropies and mismatches of those that are to be logged.
+    """
+    known = measures or {}
     return {
-        e.id: EpisodeCredit(fates.get(e.id, TRAINED), tuple(tuple(turn) for turn in advantages.get(e.id, ())))
+        e.id: EpisodeCredit(
+            fates.get(e.id, TRAINED), tuple(tuple(turn) for turn in advantages.get(e.id, ())), *known.get(e.id, ())
+        )
         for group in groups
         for e in group.episodes
     }
 
 
 def credit_to_json(credit: EpisodeCredit) -> Json:
-    """The fields of a log row; one number for a turn whose advantages are all alike. Nine digits preserve a float32."""
+    """The fields of a log row; one number for a turn whose numbers are all alike. Nine digits preserve a float32."""
     if not credit.advantages:
         return {"fate": credit.fate}
     turns = [turn[:1] if turn and turn.count(turn[0]) == len(turn) else turn for turn in credit.advantages]
     short = [[float(f"{value:.9g}") for value in turn] for turn in turns]
-    return {"fate": credit.fate, "advantages": [turn[0] if len(set(turn)) == 1 else turn for turn in short]}
+    return {"fate": credit.fate, "advantages": [turn[0] if len(set(turn)) == 1 else turn for turn in short]} | _sparse(
+        entropies=[_short(turn) for turn in credit.entropies],
+        mismatches=[_short(turn) for turn in credit.mismatches],
+    )
+
+
+def _short(turn: Sequence[float]) -> float | Sequence[float | None]:
+    """A turn's numbers: one where all are alike, None for one that is not finite."""
+    if not math.isfinite(sum(turn)):
+        return [value if math.isfinite(value) else None for value in turn]
+    return turn[0] if turn and turn.count(turn[0]) == len(turn) else turn
 
 
 def credit_from_json(row: Mapping[str, Any], episode: Episode) -> EpisodeCredit | None:
     """The credit in a log row; None where it has none."""
     if "fate" not in row:
         return None
-    turns = zip(row.get("advantages", ()), episode.turns, strict=False)
-    advantages = tuple(
-        tuple(given) if isinstance(given, list) else (float(given),) * len(turn.response.tokens) for given, turn in turns
+    names = ("advantages", "entropies", "mismatches")
+    return EpisodeCredit(row["fate"], *(_turn_numbers(row.get(name, ()), episode) for name in names))
+
+
+def _turn_numbers(given: Sequence[Any], episode: Episode) -> TurnNumbers:
+    return tuple(
+        tuple(math.nan if value is None else value for value in one)
+        if isinstance(one, list)
+        else (float(one),) * len(turn.response.tokens)
+        for one, turn in zip(given, episode.turns, strict=False)
     )
-    return EpisodeCredit(row["fate"], advantages)
 
 
 def write_episodes(

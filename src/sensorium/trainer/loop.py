@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 import torch
@@ -335,8 +336,10 @@ class Trainer:
     def _record(self, step: int, collected: CollectedStep, samples: Sequence[Sequence[CreditedEpisode]]) -> None:
         refuse_moved(self.directory.path)
         advantages = {s.episode.id: [a.tolist() for a in s.advantages] for members in samples for s in members}
-        credits = credits_of(collected.played, collected.fates, advantages)
         path, limit = self.directory.episodes_of(step), self.recipe.logging.episodes
+        logged = islice((e.id for group in collected.played for e in group.episodes), limit or None)
+        measures = self.learner.token_measures([id for id in logged if id in advantages]) if advantages else {}
+        credits = credits_of(collected.played, collected.fates, advantages, measures)
         write_episodes(path, step, collected.played, limit, credits)
         self.ledger.record(step, collected.played, collected.fates)
         self.schedule.settle(step, collected)

@@ -24,7 +24,15 @@ from sensorium.data.pictures import encode_png
 from sensorium.data.sound import DecodedAudio, encode_wav
 from sensorium.data.video import DecodedVideo
 from sensorium.report.album import asked, given_clips, loudness, strip_of
-from sensorium.runs.episodes import TRANSCRIPTS, credit_from_json, episode_from_json, read_transcripts, task_from_json
+from sensorium.runs.episodes import (
+    TRAINED,
+    TRANSCRIPTS,
+    EpisodeCredit,
+    credit_from_json,
+    episode_from_json,
+    read_transcripts,
+    task_from_json,
+)
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.episode import Episode, Turn, category_of
@@ -66,7 +74,7 @@ def episode_page(run: RunDirectory, row: Mapping[str, Any]) -> Json:
     media = media_of(task, episode)
     numbers = {medium: n for n, medium in enumerate(media)}
     first = () if episode.turns else task.messages
-    advantages = credit.advantages if credit is not None else ()
+    known = credit or EpisodeCredit("")
     responses = [turn.response for turn in episode.turns]
     return {
         "id": episode.id,
@@ -89,7 +97,7 @@ def episode_page(run: RunDirectory, row: Mapping[str, Any]) -> Json:
         "fate": credit.fate if credit is not None else "",
         "info": _plain(episode.info),
         "head": _messages([*episode.head, *first], numbers),
-        "turns": [_turn(turn, advantages, numbers) for turn in episode.turns],
+        "turns": [_turn(turn, known, numbers) for turn in episode.turns],
         "scores": [
             {
                 "name": score.name,
@@ -113,11 +121,23 @@ def episode_page(run: RunDirectory, row: Mapping[str, Any]) -> Json:
         ],
         "judges": read_transcripts(run.path / TRANSCRIPTS, episode.id),
         "stored": {
-            "advantage": any(advantages),
+            "advantage": any(known.advantages),
             "logprob": any(response.logprobs for response in responses),
             "sampled": any(response.sampled_logprobs not in ((), response.logprobs) for response in responses),
+            "entropy": any(known.entropies),
+            "mismatch": any(known.mismatches),
         },
+        "unmeasured": _why_unmeasured(credit),
     }
+
+
+def _why_unmeasured(credit: EpisodeCredit | None) -> str:
+    """Why there are no entropies and mismatches of an episode's tokens; "" where there are."""
+    if credit is None:
+        return "only the trainer computes it, of the episodes of a step; this is an evaluation's, or of an older version"
+    if credit.fate != TRAINED:
+        return f"the trainer computes it of what it trains on, and this episode was not trained on ({credit.fate})"
+    return "" if credit.entropies else "a version of Sensorium wrote the log that did not keep it"
 
 
 def media_of(task: Task, episode: Episode) -> list[Media]:
@@ -136,9 +156,12 @@ def medium_of(row: Mapping[str, Any], number: int) -> Media:
     return given_clips(episode).get(asked(media[number]), media[number])
 
 
-def _turn(turn: Turn, advantages: Sequence[Sequence[float]], numbers: Mapping[Media, int]) -> Json:
+def _turn(turn: Turn, credit: EpisodeCredit, numbers: Mapping[Media, int]) -> Json:
     response = turn.response
-    mine = advantages[turn.index] if turn.index < len(advantages) else ()
+    advantages, entropies, mismatches = (
+        _short(turns[turn.index]) if turn.index < len(turns) else []
+        for turns in (credit.advantages, credit.entropies, credit.mismatches)
+    )
     texts = response.token_texts()
     whole = len(texts) == len(response.tokens)
     tokens = None
@@ -149,7 +172,9 @@ def _turn(turn: Turn, advantages: Sequence[Sequence[float]], numbers: Mapping[Me
             "ids": response.tokens,
             "logprobs": _short(response.logprobs),
             "sampled": _short(sampled),
-            "advantages": _short(mine),
+            "advantages": advantages,
+            "entropies": entropies,
+            "mismatches": mismatches,
         }
     return {
         "index": turn.index,

@@ -6,6 +6,8 @@ import { result, shown } from "./runs.js";
 
 const STRONGEST = 2; // an advantage of this size, or larger, has the full tint, as in the report
 const SURPRISING = 4; // so has a token that had this negative log-prob, and a difference of 1
+const UNSURE = 2; // an entropy in nats
+const MISMATCHED = 0.1; // a difference of log-probs that bfloat16 does not explain
 const MOST_TOKENS = 20_000; // that are coloured at first
 const TIME = /\b(?:(\d{1,2}):)?(\d{1,2}):(\d{2}(?:\.\d+)?)\b|\b(\d{1,5}(?:\.\d+)?)\s?(?:s|secs?|seconds?)\b/g;
 const CALL = /<tool_call>\s*([\s\S]*?)\s*<\/tool_call>/g;
@@ -16,8 +18,11 @@ const COLOURINGS = {
   advantage: { words: "advantage", of: (tokens, i) => tokens.advantages[i], tint: (value) => [value > 0 ? "up" : value < 0 ? "down" : "flat", Math.abs(value) / STRONGEST] },
   logprob: { words: "log-prob", of: (tokens, i) => tokens.logprobs[i], tint: (value) => ["rare", -value / SURPRISING] },
   sampled: { words: "sampled − policy", of: (tokens, i) => difference(tokens.sampled[i], tokens.logprobs[i]), tint: (value) => [value > 0 ? "up" : "down", Math.abs(value)] },
+  entropy: { words: "entropy", of: (tokens, i) => tokens.entropies[i], tint: (value) => ["rare", value / UNSURE], about: "of the policy before the token, in nats" },
+  mismatch: { words: "mismatch", of: (tokens, i) => tokens.mismatches[i], tint: (value) => [value > 0 ? "up" : value < 0 ? "down" : "flat", Math.abs(value) / MISMATCHED], about: "log-prob in training − in sampling" },
 };
 
+const MEASURED = ["entropy", "mismatch"]; // what the trainer finds of the tokens that it trains on
 const difference = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : null);
 let colouring = "advantage";
 let scale = "auto";
@@ -41,8 +46,9 @@ class Episode {
     this.responses = [];
     this.film = null;
     this.active = null;
-    this.colourings = ["none", ...["advantage", "logprob", "sampled"].filter((name) => page.stored[name])];
-    this.mode = this.colourings.includes(colouring) ? colouring : this.colourings[1] ?? "none";
+    const written = page.turns.some((turn) => turn.tokens);
+    this.colourings = ["none", ...["advantage", "logprob", "sampled", "entropy", "mismatch"].filter((name) => page.stored[name] || (written && MEASURED.includes(name)))];
+    this.mode = page.stored[colouring] || colouring === "none" ? colouring : this.colourings.find((name) => page.stored[name]) ?? "none";
   }
 
   show() {
@@ -82,7 +88,7 @@ class Episode {
 
   tools() {
     this.legend = h("span.legend");
-    this.choices = this.colourings.map((name) => h("button", { type: "button", "data-mode": name, click: () => this.choose(name) }, COLOURINGS[name].words));
+    this.choices = this.colourings.map((name) => h("button", { type: "button", "data-mode": name, title: COLOURINGS[name].about ?? "", click: () => this.choose(name) }, COLOURINGS[name].words));
     const units = h("select", { "aria-label": "unit of coordinates", change: () => {
       scale = units.value;
       for (const one of this.pictures) one.draw();
@@ -98,7 +104,8 @@ class Episode {
   }
 
   colour() {
-    const { of, tint } = COLOURINGS[this.mode];
+    const { of, tint, about } = COLOURINGS[this.mode];
+    const absent = MEASURED.includes(this.mode) && this.page.unmeasured ? `not recorded: ${this.page.unmeasured}` : "not recorded";
     for (const button of this.choices) button.setAttribute("aria-pressed", button.dataset.mode === this.mode);
     let [low, high] = [Infinity, -Infinity];
     for (const { spans, tokens } of this.responses) {
@@ -112,7 +119,7 @@ class Episode {
         span.style.setProperty("--s", Math.min(1, share).toFixed(3));
       });
     }
-    this.legend?.replaceChildren(low <= high ? `${number(low)} to ${number(high)}` : of ? "not recorded" : "");
+    this.legend?.replaceChildren(low <= high ? `${number(low)} to ${number(high)}${about ? `, ${about}` : ""}` : of ? absent : "");
   }
 
   message(message, places) {
@@ -228,7 +235,8 @@ class Episode {
     const logprob = tokens.logprobs[i];
     hint.replaceChildren(h("code", {}, JSON.stringify(tokens.texts[i])), line("token", tokens.ids[i]), line("position", i + 1),
       line("probability", typeof logprob === "number" ? number(Math.exp(logprob)) : null), line("log-prob", logprob === undefined ? null : number(logprob)),
-      line("sampled with", tokens.sampled[i] === undefined ? null : number(tokens.sampled[i])), line("advantage", tokens.advantages[i] === undefined ? null : signed(tokens.advantages[i])));
+      line("sampled with", tokens.sampled[i] === undefined ? null : number(tokens.sampled[i])), line("advantage", tokens.advantages[i] === undefined ? null : signed(tokens.advantages[i])),
+      line("entropy", tokens.entropies[i] === undefined ? null : number(tokens.entropies[i])), line("mismatch", tokens.mismatches[i] === undefined ? null : signed(tokens.mismatches[i])));
     const box = target.getBoundingClientRect();
     hint.style.left = `${Math.max(8, Math.min(box.left, document.documentElement.clientWidth - hint.offsetWidth - 8))}px`;
     hint.style.top = `${box.bottom + hint.offsetHeight + 8 > innerHeight ? box.top - hint.offsetHeight - 6 : box.bottom + 6}px`;
