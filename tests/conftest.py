@@ -83,9 +83,9 @@ def _forked_python(fork_server: ForkServer) -> Iterator[None]:
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """Mend torchvision before a test imports transformers by itself; one that only starts workers collects nothing."""
-    import sensorium.models.quiet
+    import sensorium.models.checkpoint_path
 
-    sensorium.models.quiet._UNSEEN.set(True)  # stock models of the tests, too, need no configs in log lines
+    sensorium.models.checkpoint_path._UNSEEN.set(True)  # stock models of the tests, too, need no configs in log lines
     from . import tiny_models
 
     tiny_models.keep()

@@ -74,7 +74,7 @@ def _write_tiny(arguments: Namespace) -> int:
     if given := [name for name, value in options.items() if value not in (None, False)]:
         raise CheckpointError(f"{given[0]} is for the checkpoints of a run, and {arguments.source} is none; leave it out.")
     _refuse_present(arguments.target)
-    from sensorium.models.quiet import quiet
+    from sensorium.models.checkpoint_path import quiet
     from sensorium.models.tiny import make_tiny
     from sensorium.recipe.shape import family_and_layers
 

@@ -1,19 +1,22 @@
 """From a model path to a folder: a folder, a hub id (cached or fetched), a shipped model or a tiny one made here.
 
-Also the transformers class of a checkpoint, why a checkpoint is refused, and what identifies a model.
+Also the transformers class of a checkpoint, why a checkpoint is refused, what identifies a model, and transformers without
+its progress bars and loading reports.
 """
 
 import atexit
 import hashlib
 import json
+import logging as standard_logging
 import os
 import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -25,8 +28,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
-from sensorium.models.quiet import quiet
 from sensorium.models.tried_versions import first_with
 from sensorium.models.weight_files import INDEX, SINGLE
 from sensorium.recipe.family_facts import FAMILIES
@@ -36,6 +40,42 @@ from sensorium.vocabulary.errors import CheckpointError, ModelError, nearest
 
 if TYPE_CHECKING:  # it imports transformers' models, which a chat processor does without
     from sensorium.models.policy import Policy
+
+# Our own displays show progress. Nor are configs rendered for log lines that nobody sees: comparing each with a default
+# config took a third of the loading time of a small model.
+_UNSEEN: ContextVar[bool] = ContextVar("unseen", default=False)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no report inside, and configs are shown by the name of their class."""
+    shown = logging.is_progress_bar_enabled()
+    reporter = standard_logging.getLogger("transformers.modeling_utils")
+    logging.disable_progress_bar()
+    reporter.addFilter(_no_report)
+    before = _UNSEEN.set(logging.get_verbosity() > logging.INFO)
+    try:
+        yield
+    finally:
+        _UNSEEN.reset(before)
+        reporter.removeFilter(_no_report)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _no_report(record: standard_logging.LogRecord) -> bool:
+    """False for a loading report, unless it is the only explanation of a failed load."""
+    text = record.getMessage()
+    return "LOAD REPORT" not in text or "CONVERSION" in text
+
+
+def _shortened(whole: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda config: f"<{type(config).__name__}>" if _UNSEEN.get() else whole(config)
+
+
+for _config_class in (PreTrainedConfig, GenerationConfig):
+    _config_class.__repr__ = _shortened(_config_class.__repr__)
+
 
 # transformers changes torch for the whole process while it builds a model, so only one thread may.
 LOADING = threading.Lock()

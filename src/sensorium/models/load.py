@@ -22,6 +22,7 @@ from sensorium.models.checkpoint_path import (
     model_class,
     naming,
     own_config,
+    quiet,
 )
 from sensorium.models.family import groups_of
 from sensorium.models.general_path import check_general
@@ -37,7 +38,6 @@ from sensorium.models.load_chat import (
 from sensorium.models.lora import add_adapters, inject
 from sensorium.models.policy import Policy, Precision
 from sensorium.models.published_layout import common_name
-from sensorium.models.quiet import quiet
 from sensorium.models.tried_versions import check_versions
 from sensorium.models.weight_files import STORED, WeightFile, whole_weights
 from sensorium.recipe.family_facts import GENERAL, is_unloaded

@@ -13,9 +13,8 @@ from typing import Any
 from sensorium.data.decoder import Decoder
 from sensorium.data.media_store import MediaStore
 from sensorium.models.chat_processor import ChatProcessor
-from sensorium.models.checkpoint_path import find_checkpoint, find_weights, has_towers, naming, own_config
+from sensorium.models.checkpoint_path import find_checkpoint, find_weights, has_towers, naming, own_config, quiet
 from sensorium.models.general_path import refuse_general
-from sensorium.models.quiet import quiet
 from sensorium.models.tiny import take_published_sizes
 from sensorium.recipe.family_facts import FAMILIES, GENERAL
 from sensorium.recipe.registry import resolve, table

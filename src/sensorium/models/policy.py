@@ -20,6 +20,7 @@ from sensorium.kernels import layer_ops
 from sensorium.kernels.matched_ops import matched_linear, matched_ops
 from sensorium.models.attention import Attention
 from sensorium.models.chat_processor import ChatProcessor
+from sensorium.models.checkpoint_path import quiet
 from sensorium.models.delta_net import is_delta
 from sensorium.models.encoding import Counters, Encoder, MediaCounts
 from sensorium.models.experts import RouterOutput, group_experts, replaying, routers_of, watching
@@ -28,7 +29,6 @@ from sensorium.models.fused import LayerStack, Recomputation, fused_layers
 from sensorium.models.general_path import General
 from sensorium.models.lora import Adapters
 from sensorium.models.matched import matched_layers
-from sensorium.models.quiet import quiet
 from sensorium.models.segment_layout import Features, Placement, sent_to
 from sensorium.models.tower import keeping_blocks, recompute_blocks
 from sensorium.models.weight_files import saving_weights

@@ -103,10 +103,9 @@ def deviations(family: str) -> dict[str, float]:
     import torch
 
     from sensorium.models.attention import MaskedAttention
-    from sensorium.models.checkpoint_path import model_class
+    from sensorium.models.checkpoint_path import model_class, quiet
     from sensorium.models.load_chat import chat_processor_of, config_at
     from sensorium.models.policy import Policy
-    from sensorium.models.quiet import quiet
     from sensorium.models.segment_layout import placements
     from sensorium.models.tiny import make_tiny
 
