@@ -264,12 +264,13 @@ class Report(PathType):  # type: ignore[misc, valid-type]
         return f'<iframe srcdoc="{page}" style="width:100%;height:720px;border:1px solid #ccc"></iframe>'
 
 
-def view(*runs: Run | str | Path, port: int = 0, show: bool = True) -> View:
+def view(*runs: Run | str | Path, port: int = 0, show: bool = True, device: str = "auto") -> View:
     """Serve the live page of these runs, or folders of runs (by default ``runs``), until it is closed or Python ends.
 
-    ``show``: open this machine's browser. The result has the ``address``, and ``close()``.
+    ``show``: open this machine's browser. ``device``: of models that are asked what if. The result has the ``address``, and
+    ``close()``.
     """
-    served = View([run.directory if isinstance(run, Run) else run for run in runs] or ["runs"], port)
+    served = View([run.directory if isinstance(run, Run) else run for run in runs] or ["runs"], port, device)
     if show:
         served.open()
     return served

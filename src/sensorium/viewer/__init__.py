@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from sensorium.report.terminal import Terminal, say
 from sensorium.vocabulary.errors import SensoriumError
 
-USAGE = "sensorium view [RUNS …] [--port P] [--no-open]"
+USAGE = "sensorium view [RUNS …] [--port P] [--no-open] [--device D]"
 DRAIN_S = 2  # what requests under way may take when the viewer ends
 
 
@@ -23,10 +23,11 @@ def configure(parser: ArgumentParser) -> None:
     add("runs", nargs="*", type=Path, metavar="RUNS", help="runs, and folders of runs; default: runs")
     add("--port", type=int, default=0, help="0: any free one")
     add("--no-open", action="store_true", help="print the address, open no browser")
+    add("--device", default="auto", help="of models that are asked what if: cpu, cuda; auto: the GPU, unless a run goes on")
 
 
 def run(arguments: Namespace) -> int:
-    with View(arguments.runs or [Path("runs")], arguments.port) as view:
+    with View(arguments.runs or [Path("runs")], arguments.port, arguments.device) as view:
         say(f"serving {view.address} (Ctrl-C ends it)", Terminal())
         if not arguments.no_open:
             view.open()
@@ -37,7 +38,7 @@ def run(arguments: Namespace) -> int:
 class View:
     """The page of some runs, which this process serves at ``address`` until it is closed."""
 
-    def __init__(self, places: Sequence[str | Path], port: int = 0) -> None:
+    def __init__(self, places: Sequence[str | Path], port: int = 0, device: str = "auto") -> None:
         try:
             import uvicorn
 
@@ -46,7 +47,7 @@ class View:
         except ImportError as error:
             raise SensoriumError(f"view needs FastAPI and uvicorn: pip install 'sensorium[serve]' ({error}).") from error
         token = new_token()
-        app = make_view([Path(place) for place in places], token)
+        app = make_view([Path(place) for place in places], token, device=device)
         listening = listen_on("127.0.0.1", port)
         self.address = f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
         self._closing = app.state.viewer.closed

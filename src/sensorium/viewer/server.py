@@ -28,10 +28,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sensorium.services.application import foreign
+from sensorium.services.application import BodyLimit, foreign
 from sensorium.viewer.episode import RunMedia, episode_page, medium_of
 from sensorium.viewer.index import EpisodeIndex, Search
 from sensorium.viewer.runs import COLOURS, ViewedRun, charts, find_runs, recipe_differences
+from sensorium.viewer.what_if import MOST_BODY, WhatIf, what_if_routes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import SensoriumError
 
@@ -57,6 +58,7 @@ KEPT = {"Cache-Control": "private, max-age=86400, immutable"}  # of what is name
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 FILMS = {"gif": "image/gif", "mp4": "video/mp4"}
 ASSETS = ("viewer", "report")
+POSTED = "api/what_if/"  # the only requests that are not GET or HEAD
 
 Json = dict[str, Any]
 
@@ -99,6 +101,12 @@ class Gate:
             refusal = PlainTextResponse("Another site asks.\n", 403)
         elif not hmac.compare_digest(given.encode(), self.token.encode()):
             refusal = PlainTextResponse("Nothing is here. The address that 'sensorium view' printed has a token.\n", 404)
+        elif scope["method"] == "POST" and rest.startswith(POSTED):
+            kind = headers.get("content-type", "").partition(";")[0].strip()
+            if headers.get("sec-fetch-site", "same-origin") != "same-origin":
+                refusal = PlainTextResponse("Another site asks.\n", 403)
+            elif kind != "application/json":  # which no form of a page can send
+                refusal = PlainTextResponse("A request is JSON.\n", 415)
         elif scope["method"] not in ("GET", "HEAD"):
             refusal = PlainTextResponse("Only GET and HEAD.\n", 405, {"Allow": "GET, HEAD"})
         if refusal is not None:
@@ -192,19 +200,23 @@ def _reply(data: Json, status: int = 200) -> Response:
     return Response(to_json(data, inf_nan_mode="strings", fallback=str), status, media_type="application/json")
 
 
-def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S) -> FastAPI:
-    """The application, which answers below ``/TOKEN/``."""
+def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, device: str = "auto") -> FastAPI:
+    """The application, which answers below ``/TOKEN/``; ``device`` is that of models that are asked what if."""
     viewer, decoding = Viewer(list(places)), threading.BoundedSemaphore(MOST_DECODINGS)
+    what_if = WhatIf(device, lambda: any(run.glance()["alive"] for run in viewer.look()))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             yield
         finally:
+            what_if.close()
             viewer.close()
 
     app = FastAPI(title="Sensorium view", lifespan=lifespan, openapi_url=None)
     app.state.viewer = viewer
+    app.include_router(what_if_routes(what_if, viewer.row))
+    app.add_middleware(BodyLimit, most=MOST_BODY)
     app.add_middleware(Gate, token=token)
     assets = {
         f"{folder}/{file.name}": file for folder in ASSETS for file in (files("sensorium") / "assets" / folder).iterdir()

@@ -62,6 +62,30 @@ export async function ask(path, asked = {}, signal = undefined) {
   return found;
 }
 
+/** Ask by POST; `say` gets what is done meanwhile. The answer's last line is the result, or what is wrong in words. */
+export async function post(path, body, say, signal) {
+  let answer;
+  try {
+    answer = await fetch(`api/${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
+    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).problem ?? `The answer is ${answer.status}.`);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = ""; ;) {
+      const { value, done } = await reader.read();
+      const lines = (rest + (value ?? "")).split("\n");
+      rest = lines.pop();
+      for (const { state, problem, result } of lines.map((line) => JSON.parse(line))) {
+        if (problem !== undefined) throw new Error(problem);
+        if (result !== undefined) return result;
+        say(state);
+      }
+      if (done) throw new Error("The viewer ended before it had answered.");
+    }
+  } catch (error) {
+    if (error instanceof TypeError) throw new Error("The viewer does not answer: start 'sensorium view' again, and open the address that it prints.");
+    throw error;
+  }
+}
+
 /** A number in at most four digits; what is not there is a dash. */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || value === "") return "–";

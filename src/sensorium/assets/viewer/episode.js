@@ -3,6 +3,7 @@
 import { address, ask, counted, h, number, signed, trouble, verdict } from "./dom.js";
 import { clip, film, picture } from "./media.js";
 import { result, shown } from "./runs.js";
+import { WhatIf } from "./what_if.js";
 
 const STRONGEST = 2; // an advantage of this size, or larger, has the full tint, as in the report
 const SURPRISING = 4; // so has a token that had this negative log-prob, and a difference of 1
@@ -74,12 +75,19 @@ class Episode {
     const at = this.rows.findIndex((one) => one.file === this.asked.file && one.name === this.asked.id);
     const to = (row, words, title) => (row ? h("a.button", { href: this.hash(row), title }, words) : "");
     return h("div.head", {}, h("h1", {}, page.task.id),
+      page.turns.length ? h("button", { type: "button", title: "ask the model with other media or words (w)", click: () => this.ask() }, "What if …") : "",
       h("nav.neighbours", {}, at >= 0 ? h("span", {}, `${at + 1} of ${this.rows.length} on the page`) : "", to(this.rows[at - 1], "↑ before", "k"), at >= 0 ? to(this.rows[at + 1], "↓ next", "j") : ""),
       h("p.facts", {}, right ? h("span.pill", { class: verdict(page.correct) }, right) : "", h("span", {}, "reward ", h("b", {}, number(page.reward))),
         h("span", {}, `step ${number(page.step)}`), h("span", {}, `attempt ${page.place + 1} of ${page.attempts.length || 1}`), h("span", {}, page.status),
         page.fate && page.fate !== "trained" ? h("span", {}, page.fate) : page.fate, page.task.category ? h("span", {}, page.task.category) : "",
         h("span", {}, counted(page.turns.length, "turn")), h("span", {}, counted(page.turns.reduce((sum, turn) => sum + turn.count, 0), "token"))),
       page.failure ? h("p.trouble", {}, page.failure) : "");
+  }
+
+  /** Open or close the what-if panel. */
+  ask() {
+    this.whatIf ??= new WhatIf(this.visit, this.asked, this.page, this.rows);
+    this.whatIf.toggle(document.querySelector(".episode-main"));
   }
 
   hash(row) {
@@ -316,7 +324,7 @@ class Episode {
     const mine = at >= 0 ? at : rows.findIndex((one) => one.name === this.asked.id);
     const move = (by) => rows[mine + by] && (location.hash = this.hash(rows[mine + by]));
     Object.assign(this.visit.keys, {
-      j: () => move(1), k: () => move(-1),
+      j: () => move(1), k: () => move(-1), w: () => this.page.turns.length && this.ask(),
       c: () => this.choose(this.colourings[(this.colourings.indexOf(this.mode) + 1) % this.colourings.length]),
     });
     if (this.active) Object.assign(this.visit.keys, { ArrowLeft: () => this.active.step(-1), ArrowRight: () => this.active.step(1), " ": () => this.active.toggle() });

@@ -15,6 +15,7 @@ const KEYS = [
   ["←  →", "of a film or clip: a picture back or on; of a list: the page before or the next"],
   ["Space", "of a film or clip: play, pause"],
   ["c", "colour tokens by the next number"],
+  ["w", "of an episode: ask what if"],
   ["?", "these keys"],
 ];
 
