@@ -92,6 +92,12 @@ def test_a_text_that_is_nested_too_deep_does_not_end_the_process(text: str) -> N
         read_yaml(text, "text")
 
 
+def test_aliases_of_aliases_are_refused() -> None:
+    text = "a0: &a0 [1, 2]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    with pytest.raises(RecipeError, match="alias"):
+        read_yaml(text, "text")
+
+
 def test_overrides_reach_keys_list_items_and_options() -> None:
     recipe = parse_recipe(
         GOOD,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sqlite3
 import threading
 import tracemalloc
@@ -18,7 +19,7 @@ from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, read_groups, wri
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.viewer.index import EpisodeIndex, Search, Sort, index_path
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
-from sensorium.vocabulary.errors import SensoriumError
+from sensorium.vocabulary.errors import RecordError, SensoriumError
 from tests.report.synthetic_run import make_run, make_walks
 
 
@@ -119,7 +120,10 @@ def test_a_log_that_grows_is_read_again_and_a_torn_row_waits(run: RunDirectory) 
 def test_a_damaged_row_is_left_out_and_named(run: RunDirectory) -> None:
     log = write_step(run, 1, episode("a", "red", 1.0), episode("b", "green", 0.0, index=1))
     lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(lines[0] + b'{"step": 1, "task": {}}\n' + b"\xff\xfe\n" + lines[1])
+    row = json.loads(lines[1])
+    odd = [{"step": 1, "task": {}}, row | {"step": 10**30}, row | {"reward": 10**400}, row | {"correct": {}}, [], None]
+    damaged = "".join(json.dumps(one) + "\n" for one in odd).encode()
+    log.write_bytes(lines[0] + damaged + b"\xff\xfe\n" + lines[1])
     index = EpisodeIndex(run)
     index.update()
     assert sorted(found(index)) == ["a", "b"]
@@ -150,6 +154,31 @@ def test_a_damaged_index_is_made_again(run: RunDirectory, damage: str) -> None:
     again.search(Search(text="red", sort="reward"))  # what no update reads is found damaged by the first search
     again.update()
     assert again.search(Search(text="red"))["count"] == 50
+
+
+def test_a_run_that_is_gone_is_not_made_again(run: RunDirectory) -> None:
+    index = EpisodeIndex(run)
+    write_step(run, 1, episode("a", "red", 1.0))
+    index.update()
+    shutil.rmtree(run.path)
+    for ask in (index.update, index.facets, lambda: index.search(Search())):
+        with pytest.raises(RecordError):
+            ask()
+    assert not run.path.exists()
+
+
+def test_pipes_and_links_that_came_with_a_run_are_left_alone(run: RunDirectory, tmp_path: Path) -> None:
+    write_step(run, 1, episode("a", "red", 1.0))
+    os.mkfifo(run.episodes_of(2))
+    other = tmp_path / "other.sqlite"
+    sqlite3.connect(other).execute("CREATE TABLE mine (x)").connection.close()
+    before = other.read_bytes()
+    index = EpisodeIndex(run)
+    index.path.symlink_to(other)
+    index.update()
+    assert found(index) == ["a"]
+    assert other.read_bytes() == before
+    assert not index.path.is_symlink()
 
 
 def test_several_that_index_at_once_agree(tmp_path: Path) -> None:

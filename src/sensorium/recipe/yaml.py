@@ -52,6 +52,9 @@ for _loader in _loaders:
 DEEPEST = 2000
 """Each level of nesting takes one of these marks, so a text with no more of them cannot be nested too deep for libyaml."""
 
+MOST = 200_000
+"""Keys and items of a text. Without a bound, ten lines of aliases to lists of aliases never end."""
+
 
 def _composed(text: str) -> tuple[Any, pyyaml.Node | None]:
     """The nodes of a text, and the loader that makes values of them. Errors are those of PyYAML's own parser."""
@@ -104,12 +107,19 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_representer(list, _Dumper.represent_list)
 
 
+def _refuse_more(lines: Lines, where: str) -> None:
+    if len(lines) > MOST:
+        raise RecipeError(f"{where}: it has more than {MOST:,} keys and items, with those that aliases (*name) repeat.")
+
+
 def _trace(node: pyyaml.Node, path: Path, lines: Lines, where: str) -> None:
     if isinstance(node, pyyaml.SequenceNode):
+        _refuse_more(lines, where)
         for index, item in enumerate(node.value):
             lines[(*path, index)] = item.start_mark.line + 1
             _trace(item, (*path, index), lines, where)
     if isinstance(node, pyyaml.MappingNode):
+        _refuse_more(lines, where)
         for key, value in node.value:
             place = (*path, str(key.value))
             if key.value == "<<":

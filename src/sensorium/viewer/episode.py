@@ -34,9 +34,10 @@ from sensorium.runs.episodes import (
     task_from_json,
 )
 from sensorium.runs.run_directory import RunDirectory
+from sensorium.viewer.index import DAMAGED
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.episode import Episode, Turn, category_of
-from sensorium.vocabulary.errors import MediaError
+from sensorium.vocabulary.errors import MediaError, RecordError
 from sensorium.vocabulary.plain import shown as printed
 from sensorium.vocabulary.task import Task
 
@@ -55,7 +56,9 @@ PLACES = (  # how responses name places, the most specific first: two numbers ar
     ("box", re.compile(rf"[\[(]\s?{NUMBER}{GAP}{NUMBER}{GAP}{NUMBER}{GAP}{NUMBER}\s?[\])]")),
     (
         "point",
-        re.compile(rf"\b\w*(?:click|tap|press|point|move|hover|touch|scroll)\w*\(\s?(?:x=)?{NUMBER}{GAP}(?:y=)?{NUMBER}"),
+        re.compile(
+            rf"\b\w{{0,40}}(?:click|tap|press|point|move|hover|touch|scroll)\w{{0,40}}\(\s?(?:x=)?{NUMBER}{GAP}(?:y=)?{NUMBER}"
+        ),
     ),
     (
         "point",
@@ -69,8 +72,7 @@ NAMING = re.compile(r"(?i)(bbox|box|point|click|coordinates?|position|target)(_?
 
 def episode_page(run: RunDirectory, row: Mapping[str, Any]) -> Json:
     """An episode of a log as the page shows it."""
-    task, episode = task_from_json(row["task"]), episode_from_json(row["episode"])
-    credit = credit_from_json(row, episode)
+    task, episode, credit = _read(row)
     media = media_of(task, episode)
     numbers = {medium: n for n, medium in enumerate(media)}
     first = () if episode.turns else task.messages
@@ -149,11 +151,20 @@ def media_of(task: Task, episode: Episode) -> list[Media]:
 
 def medium_of(row: Mapping[str, Any], number: int) -> Media:
     """One of the media of an episode, as the model was given it."""
-    episode = episode_from_json(row["episode"])
-    media = media_of(task_from_json(row["task"]), episode)
+    task, episode, _ = _read(row)
+    media = media_of(task, episode)
     if not 0 <= number < len(media):
         raise MediaError(f"the episode has {len(media)} media, and none of number {number}.")
     return given_clips(episode).get(asked(media[number]), media[number])
+
+
+def _read(row: Mapping[str, Any]) -> tuple[Task, Episode, EpisodeCredit | None]:
+    try:
+        episode = episode_from_json(row["episode"])
+        return task_from_json(row["task"]), episode, credit_from_json(row, episode)
+    except DAMAGED as error:
+        cause = f"{type(error).__name__}: {error}"[:300]
+        raise RecordError(f"The row of this episode is damaged ({cause}): it cannot be shown.") from error
 
 
 def _turn(turn: Turn, credit: EpisodeCredit, numbers: Mapping[Media, int]) -> Json:
@@ -297,6 +308,8 @@ class RunMedia:
 
     def given(self, media: Media) -> list[Json]:
         """What the model was given of a clip, and of the sound that is heard with it."""
+        if media.kind == "picture":
+            raise MediaError("a picture has no parts in time.")
         return [self._given(part) for part in media.parts]
 
     def _given(self, media: Media) -> Json:
@@ -319,12 +332,13 @@ class RunMedia:
         if not isinstance(clip, DecodedVideo):
             raise MediaError("only a video has frames.")
         buffer = BytesIO()
-        strip_of(clip, FRAMES, FRAME)[0].save(buffer, format="JPEG", quality=85)
+        # Without subsampling: colours at edges would be others than the model was given.
+        strip_of(clip, FRAMES, FRAME)[0].save(buffer, format="JPEG", quality=95, subsampling=0)
         return buffer.getvalue()
 
     def heard(self, media: Media) -> bytes:
         """The sound that the model was given, as WAV."""
-        sound = media.sound if media.kind == "video" else media
+        sound = media if media.kind == "sound" else media.sound
         if sound is None:
             raise MediaError("the model heard nothing of this medium.")
         self.file_of(sound.hash, "sound")
@@ -334,7 +348,7 @@ class RunMedia:
 
     def film(self, row: Mapping[str, Any], kind: str = "gif") -> bytes:
         """The pictures that an environment showed, as a GIF or MP4 of half a second each."""
-        episode = episode_from_json(row["episode"])
+        _, episode, _ = _read(row)
         messages = [message for turn in episode.turns for message in turn.observation]
         media = [medium for message in messages for medium in message.media if medium.kind == "picture"][:FILM_FRAMES]
         if not media:

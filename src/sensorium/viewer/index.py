@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from statistics import pstdev
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 from pydantic_core import from_json
@@ -26,7 +26,7 @@ from pydantic_core import from_json
 from sensorium.runs.durable import database_errors
 from sensorium.runs.episodes import TRAINED, TRANSCRIPTS
 from sensorium.runs.run_directory import RunDirectory, step_of
-from sensorium.vocabulary.errors import SensoriumError
+from sensorium.vocabulary.errors import RecordError, SensoriumError
 
 NAME = "view.sqlite"
 VERSION = 1
@@ -58,8 +58,11 @@ CREATE INDEX by_turns ON episodes (turns);
 CREATE INDEX by_term ON terms (name, value);
 """
 FIELDS = ("response", "seen", "judge", "failure")
+DAMAGED = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
+"""What rows raise that are not as they are written."""
 WORD = re.compile(r'(?:(\w+):)?(?:"([^"]*)"?|(\S+))')
 Sort = Literal["step", "reward", "advantage", "surprise", "disagreement", "tokens", "turns", "term"]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as SQLite stores it
 MAKING = threading.Lock()
 Json = dict[str, Any]
 Found = TypeVar("Found")
@@ -76,8 +79,8 @@ class Search(BaseModel, frozen=True, extra="forbid"):
 
     text: str = Field("", max_length=1000)
     log: str = ""
-    first: int | None = None
-    last: int | None = None
+    first: Whole | None = None
+    last: Whole | None = None
     task: str = ""
     category: str = ""
     status: str = ""
@@ -87,10 +90,10 @@ class Search(BaseModel, frozen=True, extra="forbid"):
     term: str = ""
     low: float | None = None
     high: float | None = None
-    least_tokens: int | None = None
-    most_tokens: int | None = None
-    least_turns: int | None = None
-    most_turns: int | None = None
+    least_tokens: Whole | None = None
+    most_tokens: Whole | None = None
+    least_turns: Whole | None = None
+    most_turns: Whole | None = None
     sort: Sort = "step"
     ascending: bool = False
     offset: int = Field(0, ge=0, le=10**9)
@@ -224,6 +227,7 @@ class EpisodeIndex:
         """Read from the index. A damaged one is replaced by an empty one, which the next ``update`` fills."""
         with database_errors(self.path, "the index of episodes", "It is made again from the logs: ask again."):
             for attempt in range(2):
+                self._refuse_others()
                 try:
                     if not self.path.exists():
                         with _opened(self.path):  # empty; ``update`` fills it
@@ -252,6 +256,7 @@ class EpisodeIndex:
         """Do this with the open index; a damaged one, or one of another version, is made again."""
         with database_errors(self.path, "the index of episodes", "Remove it: it is made again from the logs."):
             for attempt in range(2):
+                self._refuse_others()
                 try:
                     with _opened(self.path) as db:
                         return work(db)
@@ -260,6 +265,13 @@ class EpisodeIndex:
                         raise
                     self._remove()
         raise AssertionError("the second attempt returns or raises")
+
+    def _refuse_others(self) -> None:
+        """Make no index where the run is gone, and none through a link that came with it."""
+        if not self.run.path.is_dir():
+            raise RecordError(f"the run '{self.run.path}' is gone.")
+        if self.path.is_symlink():
+            self._remove()
 
     def _remove(self) -> None:
         for end in ("", "-wal", "-shm"):
@@ -272,7 +284,8 @@ class EpisodeIndex:
         known = {row[1]: row for row in db.execute("SELECT id, name, inode, changed, size, whole FROM files")}
         there: dict[str, Path] = {}
         for folder in (self.run.episodes, self.run.eval):
-            there |= {f"{folder.name}/{path.name}": path for path in sorted(folder.glob("step_*.jsonl"))}
+            logs = (path for path in folder.glob("step_*.jsonl") if path.is_file())  # a pipe would never end
+            there |= {f"{folder.name}/{path.name}": path for path in logs}
         changed, whole = False, True
         for name in known.keys() - there.keys():
             self._drop(db, known[name][0])
@@ -335,7 +348,7 @@ class EpisodeIndex:
                         break
                     try:
                         _insert(db, id, log, place, line, transcripts)
-                    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                    except DAMAGED as error:
                         damage = f"the row at byte {place:,} cannot be read ({type(error).__name__}: {error})"
                         problem = problem or f"{damage[:300]}; it and other damaged rows are left out"
                     place += len(line)
@@ -389,7 +402,8 @@ class _Transcripts:
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     """The index, opened for writing; an empty one is given its tables."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name != NAME:  # in the cache; a run that is gone is not made again
+        path.parent.mkdir(parents=True, exist_ok=True)
     db = sqlite3.connect(path, timeout=30.0, isolation_level=None)
     try:
         with MAKING:  # two that switch to WAL at once do not wait for each other
@@ -449,14 +463,14 @@ def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes
         "start": start,
         "length": len(line),
         "log": log,
-        "step": int(row["step"]),
+        "step": _whole(row["step"]),
         "name": str(episode["id"]),
         "task": str(task["id"]),
         "attempts": group,
-        "place": int(episode["index"]),
+        "place": _whole(episode["index"]),
         "category": category,
         "reward": _number(row.get("reward")),
-        "correct": row.get("correct"),
+        "correct": None if row.get("correct") is None else _whole(row["correct"]),
         "status": str(episode["status"]),
         "fate": fate if fate in ("", TRAINED) else fate.partition(":")[0],
         "failed": bool(failure) or any(score.get("value") is None for score in scores),
@@ -484,7 +498,14 @@ def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes
     )
     db.execute(
         "INSERT INTO previews VALUES (?, ?, ?, ?, ?, ?)",
-        (id, prompt[:PREVIEW], response[:PREVIEW], failure[:PREVIEW], shown.get("kind", ""), shown.get("hash", "")),
+        (
+            id,
+            prompt[:PREVIEW],
+            response[:PREVIEW],
+            failure[:PREVIEW],
+            str(shown.get("kind", "")),
+            str(shown.get("hash", "")),
+        ),
     )
     db.executemany("INSERT INTO terms VALUES (?, ?, ?)", [(id, name, value) for name, value in terms.items()])
 
@@ -514,6 +535,14 @@ def _set_disagreement(db: sqlite3.Connection, file: int) -> None:
         rewards.setdefault(group, []).append(reward)
     found = [(pstdev(values), file, group) for group, values in rewards.items() if len(values) > 1]
     db.executemany("UPDATE episodes SET disagreement = ? WHERE file = ? AND attempts = ?", found)
+
+
+def _whole(value: Any) -> int:
+    """A whole number that SQLite can store."""
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{str(number)[:20]}… is too large a number")
+    return number
 
 
 def _number(value: Any) -> float | None:

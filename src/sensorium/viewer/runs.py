@@ -17,7 +17,7 @@ from sensorium.report.charts import Series, line_chart
 from sensorium.runs.metrics import read_health
 from sensorium.runs.process_table import alive, read_processes
 from sensorium.runs.run_directory import RunDirectory, last_holder
-from sensorium.viewer.index import EpisodeIndex
+from sensorium.viewer.index import DAMAGED, EpisodeIndex
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 from sensorium.vocabulary.plain import differences
 from sensorium.vocabulary.secrets import without_keys
@@ -25,6 +25,7 @@ from sensorium.vocabulary.secrets import without_keys
 Json = dict[str, Any]
 DEPTH = 3  # folders below one that was given in which runs are looked for
 MOST_RUNS = 500
+LARGEST = 1e300  # numbers that are drawn: differences of two are finite
 COLOURS = (0, 2, 3, 4, 5, 1)  # of the charts' six
 CURVES = ("reward/mean", "accuracy", "eval/accuracy", "eval/reward")  # shown first
 NEXT = ("policy/entropy", "policy/grad_norm", "mismatch/kl", "episodes/length_mean", "groups/zero_variance", "time/step_s")
@@ -44,6 +45,8 @@ class Curves:
 
     def update(self) -> "Curves":
         """Read new rows. A damaged row is left out and named in ``problem``."""
+        if not self.path.is_file():
+            return self
         with self._lock, suppress(FileNotFoundError), self.path.open("rb") as file:
             state = os.fstat(file.fileno())
             if state.st_ino != self._inode or state.st_size < self._read:
@@ -52,18 +55,20 @@ class Curves:
             while (line := file.readline()).endswith(b"\n"):
                 try:
                     self._add(json.loads(line))
-                except (ValueError, TypeError, AttributeError, KeyError):
+                except (*DAMAGED, RecursionError):
                     self.problem = f"{self.path.name}: the row at byte {self._read:,} cannot be read and is left out"
                 self._read += len(line)
         return self
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        step = float(row["step"])
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "step":
+        numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        if not abs(step := numbers.pop("step")) < LARGEST:
+            raise ValueError("the step is not finite")
+        for name, value in numbers.items():
+            if abs(value) < LARGEST:
                 steps, values = self.columns.setdefault(name, (array("d"), array("d")))
                 steps.append(step)
-                values.append(float(value))
+                values.append(value)
         self.last |= {name: row[name] for name in ("step", *CURVES, "time/step_s") if name in row}
 
     def series(self, name: str, metric: str, colour: int) -> Series:
@@ -91,7 +96,7 @@ class ViewedRun:
         changed = _changed(self.directory.recipe)
         if changed != self._recipe[0]:
             data: Json = {}
-            with suppress(OSError, SensoriumError):
+            with suppress(OSError, SensoriumError, ValueError):
                 found, _ = read_yaml(self.directory.recipe.read_text(), str(self.directory.recipe))
                 data = dict(without_keys(found)) if isinstance(found, dict) else {}
             self._recipe = (changed, data, write_yaml(data))
@@ -100,14 +105,19 @@ class ViewedRun:
     def summary(self) -> Json:
         """A line of the list of runs."""
         recipe, curves = self.recipe(), self.curves.update()
-        planned = _whole(recipe.get("steps")) + _whole((recipe.get("warm_start") or {}).get("steps"))
+        planned = _whole(recipe.get("steps")) + _whole(_section(recipe, "warm_start").get("steps"))
         step = _whole(curves.last.get("step"))
         state, words = run_state(self.directory.path, step, planned)
         try:
             lasting = [notice for notice in read_health(self.directory.health).last() if notice.state != "ended"]
             findings = [{"rule": n.rule, "grave": n.grave, "text": n.text, "step": n.step} for n in lasting]
-        except (SensoriumError, KeyError, TypeError) as error:
-            findings = [{"rule": "health.jsonl", "grave": False, "text": str(error), "step": 0}]
+        except (SensoriumError, *DAMAGED) as error:
+            text = (
+                str(error)
+                if isinstance(error, SensoriumError)
+                else f"a row cannot be read ({type(error).__name__}: {error})"
+            )
+            findings = [{"rule": "health.jsonl", "grave": False, "text": text, "step": 0}]
         return {
             "id": self.id,
             "name": self.name,
@@ -118,7 +128,7 @@ class ViewedRun:
             "health": "grave" if any(one["grave"] for one in findings) else "caution" if findings else "well",
             "findings": findings,
             "last": curves.last,
-            "model": str((recipe.get("model") or {}).get("path", "")),
+            "model": str(_section(recipe, "model").get("path", "")),
             "problem": curves.problem,
             "written": _changed(self.directory.metrics) or _changed(self.directory.recipe),
         }
@@ -185,7 +195,7 @@ def find_runs(places: Sequence[Path]) -> list[ViewedRun]:
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "recipe.yaml").exists():
+    if (folder / "recipe.yaml").is_file():
         yield folder
     elif depth:
         with suppress(OSError):
@@ -231,4 +241,10 @@ def _may_live(holder: tuple[int, str]) -> bool:
 
 
 def _whole(value: Any) -> int:
-    return int(value) if isinstance(value, int | float) else 0
+    return int(value) if isinstance(value, int | float) and abs(value) < LARGEST else 0
+
+
+def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a recipe, which may be written as anything."""
+    found = recipe.get(name)
+    return found if isinstance(found, Mapping) else {}

@@ -8,6 +8,7 @@ such.
 """
 
 import asyncio
+import hashlib
 import hmac
 import json
 import secrets
@@ -54,7 +55,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-KEPT = {"Cache-Control": "private, max-age=86400, immutable"}  # of what is named by its content's hash
+KEPT = {"Cache-Control": "private, no-cache"}  # kept with its tag: a new run in the same folder has other media
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 FILMS = {"gif": "image/gif", "mp4": "video/mp4"}
 ASSETS = ("viewer", "report")
@@ -155,11 +156,23 @@ class Viewer:
                 self._indexing.submit(self._indexed, run)
         return run.index
 
+    def facets(self, run: ViewedRun) -> Json:
+        """What can be asked for of a run's episodes. Where there is no index, why: the rest of the run is shown."""
+        index = self.index(run)
+        try:
+            found = index.facets()
+        except SensoriumError as error:
+            return dict.fromkeys(("log", "category", "status", "fate", "terms"), ()) | {
+                "steps": [None, None], "count": 0, "problems": [str(error)],
+            }  # fmt: skip
+        return found | {"problems": [*found["problems"], *filter(None, [index.problem])]}
+
     def _indexed(self, run: ViewedRun) -> None:
         try:
             run.index.update(self.closed.is_set)
-        except SensoriumError as error:
-            run.index.problem = str(error)
+        except Exception as error:  # the page shows it: nobody waits for what this thread returns
+            known = isinstance(error, SensoriumError)
+            run.index.problem = str(error) if known else f"Indexing the episodes failed: {type(error).__name__}: {error}"
         finally:
             with self._lock:
                 self._waiting.discard(run.id)
@@ -257,7 +270,7 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
     @app.get("/api/run")
     def one_run(run: str) -> Response:
         found = viewer.run(run)
-        return _reply(found.details() | {"episodes": viewer.index(found).facets()})
+        return _reply(found.details() | {"episodes": viewer.facets(found)})
 
     @app.get("/api/charts")
     def drawn(runs: str, metrics: str) -> Response:
@@ -280,19 +293,19 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
         return _reply(episode_page(found.directory, row) | {"file": file, "attempts": attempts, "others": others})
 
     @app.get("/api/thumb")
-    def thumb(run: str, file: str, id: str) -> Response:
+    def thumb(request: Request, run: str, file: str, id: str) -> Response:
         found = viewer.run(run)
         digest = found.index.picture(file, id)
         if not digest:
             raise HTTPException(404, "the episode showed no picture")
-        return decoded(lambda: viewer.media(found).picture(Media("picture", digest), 96))
+        return decoded(request, digest, lambda: viewer.media(found).picture(Media("picture", digest), 96))
 
     @app.get("/api/medium")
-    def medium(run: str, file: str, id: str, n: int) -> Response:
+    def medium(request: Request, run: str, file: str, id: str, n: int) -> Response:
         found, row = viewer.row(run, file, id)
         media, opened = medium_of(row, n), viewer.media(found)
         if media.kind == "picture":
-            return decoded(lambda: opened.picture(media))
+            return decoded(request, media, lambda: opened.picture(media))
         path, kind = opened.file_of(media.hash, media.kind)
         if kind.partition("/")[0] not in ("image", "video", "audio"):
             raise HTTPException(415, f"a file of type {kind} is not shown")
@@ -305,26 +318,33 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
             return _reply({"parts": viewer.media(found).given(medium_of(row, n))})
 
     @app.get("/api/strip")
-    def strip(run: str, file: str, id: str, n: int) -> Response:
+    def strip(request: Request, run: str, file: str, id: str, n: int) -> Response:
         found, row = viewer.row(run, file, id)
-        return decoded(lambda: (viewer.media(found).strip(medium_of(row, n)), "image/jpeg"))
+        media = medium_of(row, n)
+        return decoded(request, media, lambda: (viewer.media(found).strip(media), "image/jpeg"))
 
     @app.get("/api/heard")
-    def heard(run: str, file: str, id: str, n: int) -> Response:
+    def heard(request: Request, run: str, file: str, id: str, n: int) -> Response:
         found, row = viewer.row(run, file, id)
-        return decoded(lambda: (viewer.media(found).heard(medium_of(row, n)), "audio/wav"))
+        media = medium_of(row, n)
+        return decoded(request, media, lambda: (viewer.media(found).heard(media), "audio/wav"))
 
     @app.get("/api/film")
-    def film(run: str, file: str, id: str, kind: Literal["gif", "mp4"] = "gif") -> Response:
+    def film(request: Request, run: str, file: str, id: str, kind: Literal["gif", "mp4"] = "gif") -> Response:
         found, row = viewer.row(run, file, id)
         name = "".join(c if c.isalnum() else "_" for c in id)[:80]
-        return decoded(lambda: (viewer.media(found).film(row, kind), FILMS[kind]), f"{name}.{kind}")
+        return decoded(request, row, lambda: (viewer.media(found).film(row, kind), FILMS[kind]), f"{name}.{kind}")
 
-    def decoded(made: Callable[[], tuple[bytes, str]], name: str = "") -> Response:
+    def decoded(request: Request, of: object, made: Callable[[], tuple[bytes, str]], name: str = "") -> Response:
+        """What is made of this, or that the browser has it."""
+        headers = KEPT | {"ETag": f'"{hashlib.sha256(repr(of).encode()).hexdigest()[:32]}"'}
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
         with decoding:
             content, kind = made()
-        extra = {"Content-Disposition": f'attachment; filename="{name}"'} if name else {}
-        return Response(content, media_type=kind, headers=KEPT | extra)
+        if name:
+            headers["Content-Disposition"] = f'attachment; filename="{name}"'
+        return Response(content, media_type=kind, headers=headers)
 
     @app.get("/api/events")
     async def events(run: str = "") -> Response:
@@ -338,7 +358,11 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
             if followed is None:
                 return {"runs": [{"id": one.id, **one.glance()} for one in viewer.look()]}
             index = viewer.index(followed)
-            return followed.glance() | {"indexed": index.indexed(), "busy": index.busy, "problem": index.problem}
+            try:
+                indexed = index.indexed()
+            except SensoriumError:
+                indexed = 0  # the page asks for the run, and shows the problem
+            return followed.glance() | {"indexed": indexed, "busy": index.busy, "problem": index.problem}
 
         async def lines() -> AsyncIterator[str]:
             viewer.streams += 1
