@@ -1,5 +1,6 @@
 """A run directory as a trainer would leave it, made up: real tasks and pictures, invented answers that get better."""
 
+from concurrent.futures import ThreadPoolExecutor
 from math import exp
 from pathlib import Path
 from random import Random
@@ -170,3 +171,20 @@ def make_walks(folder: Path) -> RunDirectory:
             run.episodes_of(max(1, step)), max(1, step), [Group("g", members[0][0], tuple(e for _, e in members))]
         )
     return run
+
+
+def make_rescoring(run: RunDirectory) -> Path:
+    """The run of ``make_run`` scored again, which rewards the form more than being right, and brevity."""
+    from sensorium.trainer.rescoring import RescoringOrder, rescore, rescoring_folder, rescoring_recipe
+
+    terms = "{name: exact}, {name: format, weight: 0.1}"
+    run.recipe.write_text(
+        f"{run.recipe.read_text()}tasks: {{train: [{{source: shapes}}]}}\nrewards: {{terms: [{terms}]}}\n"
+    )
+    file = run.path.parent / "brief.yaml"
+    brief = "{name: token_length, weight: 0.5, options: {full_until: 2, none_from: 6}}"
+    file.write_text(f"rewards: {{terms: [{{name: exact, weight: 0.1}}, {{name: format, weight: 3}}, {brief}]}}\n")
+    folder = rescoring_folder(run.path, "by_brief", RescoringOrder())
+    with ThreadPoolExecutor(1) as thread:  # a test of a browser has an event loop in its own
+        thread.submit(rescore, run.path, rescoring_recipe(run.path, file), folder).result()
+    return folder

@@ -25,7 +25,7 @@ from sensorium.runs.run_directory import RunDirectory
 from sensorium.viewer import View
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 from tests.data.clips import CLIP, middle
-from tests.report.synthetic_run import make_run, make_walks
+from tests.report.synthetic_run import make_rescoring, make_run, make_walks
 
 pytest.importorskip("playwright", reason="the page is tested in a browser: pip install playwright")
 CHROMIUM = shutil.which("chromium")
@@ -69,7 +69,7 @@ def make_marked(folder: Path) -> RunDirectory:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("view") / "runs"
-    make_run(folder / "shapes", steps=12)
+    make_rescoring(make_run(folder / "shapes", steps=12))
     make_walks(folder / "lake")
     make_marked(folder / "marked")
     return folder
@@ -250,6 +250,27 @@ def test_tokens_media_and_places_of_an_episode_are_shown_together(visit: Visit) 
     page.locator("[data-mode=mismatch]").click()
     expect(page.locator(".legend")).to_contain_text("not recorded")
     expect(page.locator(".legend")).to_contain_text("dropped: a test")
+
+
+def test_a_rescoring_shows_its_terms_and_leads_to_the_episodes_that_change(visit: Visit) -> None:
+    page = visit.open("shapes")
+    page.get_by_role("link", name="Scored again 1").click()
+    expect(page.get_by_role("rowheader", name="reward/token_length")).to_be_visible()
+    expect(page.locator(".notes")).to_contain_text("advantages change sign")
+    expect(page.locator("pre").last).to_contain_text("sensorium rescore")
+    rows = page.locator(".rescored tbody tr")
+    whole = page.locator(".count").text_content()
+    page.get_by_label("episodes").select_option("true")
+    expect(page.locator(".count")).not_to_have_text(whole)
+    visit.keep("rescored")
+    expect(rows.filter(has=page.locator(".differs"))).to_have_count(rows.count())
+    reward = rows.first.locator("td").nth(1).text_content()
+    rows.first.get_by_role("link").click()
+    expect(page.locator("aside .rescored .sum td")).to_have_text(reward)
+    expect(page.locator(".neighbours")).to_contain_text("1 of")
+    visit.keep("rescored_episode")
+    page.keyboard.press("Escape")
+    expect(page.get_by_label("episodes")).to_have_value("true")
 
 
 def test_markup_of_an_episode_stays_text(visit: Visit) -> None:

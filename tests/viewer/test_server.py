@@ -12,6 +12,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from sensorium.data.media_store import MediaStore
+from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import TRANSCRIPTS, write_episodes
 from sensorium.runs.metrics import Notice, write_notice
 from sensorium.runs.run_directory import RunDirectory, lock_run
@@ -21,7 +22,7 @@ from sensorium.viewer.server import HEADERS, make_view
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 from sensorium.vocabulary.content import Media
 from tests.data.clips import CLIP, middle
-from tests.report.synthetic_run import make_run, make_walks
+from tests.report.synthetic_run import make_rescoring, make_run, make_walks
 
 TOKEN = "token-of-the-tests"
 HERE = "http://127.0.0.1:8400"
@@ -136,6 +137,50 @@ def test_an_episode_of_several_turns_has_its_pictures_and_its_group(client: Test
     searched = get(client, "api/episodes", run=run, text="Right", sort="turns", limit=3).json()
     assert searched["count"] >= 3
     assert len(searched["episodes"]) == 3
+
+
+def test_rescorings_beside_a_run_are_shown_with_the_episodes_that_they_change(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "again", steps=6)
+    make_run(tmp_path / "another", steps=6)
+    with TestClient(make_view([tmp_path], TOKEN), base_url=HERE) as client:
+        id = run_named(client, "again")
+        assert get(client, "api/rescorings", run=id).json() == {"rescorings": []}
+        assert str(run.path) in get(client, "api/run", run=id).json()["rescore"]
+        folder = make_rescoring(run)
+        indexed(client, id)
+        (found,) = get(client, "api/rescorings", run=id).json()["rescorings"]
+        assert found["name"] == folder.name
+        assert {name for name, _ in found["rows"]} >= {"reward", "learning share", "reward/exact", "reward/token_length"}
+        assert "token_length" in found["rewards"]
+        assert str(run.path) not in found["rewards"]
+        assert get(client, "api/rescorings", run=run_named(client, "another")).json() == {"rescorings": []}
+
+        rows = list(read_rows(folder / "episodes.jsonl"))
+        pairs = {(row["step"], row["episode"]): row for row in rows}
+        turned = {key for key, row in pairs.items() for a, b in zip(*row["advantages"], strict=True) if a * b < 0}
+        assert len(turned) == found["signs"]["episodes"] > 0
+        asked = {"run": id, "name": folder.name, "limit": 200}
+        opposite = get(client, "api/rescored", **asked, turned=True).json()
+        assert {(row["step"], row["name"]) for row in opposite["episodes"]} == turned
+        changed = get(client, "api/rescored", **asked).json()
+        assert changed["count"] == sum(row["reward"][0] != row["reward"][1] for row in rows)
+        sizes = [abs(row["reward"][1] - row["reward"][0]) for row in changed["episodes"]]
+        assert sizes == sorted(sizes, reverse=True)
+        gains = get(client, "api/rescored", **{**asked, "limit": 3}, sort="loss", offset=1).json()["episodes"]
+        losses = sorted(row["reward"][1] - row["reward"][0] for row in rows)
+        assert [row["reward"][1] - row["reward"][0] for row in gains] == losses[1:4]
+
+        row = changed["episodes"][0]
+        page = get(client, "api/episode", run=id, file=row["file"], id=row["name"]).json()
+        assert page["step"] == row["step"]
+        (again,) = page["rescored"]
+        assert again["reward"] == row["reward"] == pairs[row["step"], row["name"]]["reward"]
+        assert again["terms"]["token_length"][0] is None
+        for name in ("another", "../again", ""):
+            assert get(client, "api/rescored", run=id, name=name).status_code == 404
+        (folder / "rescoring.json").write_text("[]")
+        (damaged,) = get(client, "api/rescorings", run=id).json()["rescorings"]
+        assert folder.name in damaged["problem"]
 
 
 @pytest.fixture

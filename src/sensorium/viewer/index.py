@@ -14,7 +14,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from statistics import pstdev
@@ -218,6 +218,12 @@ class EpisodeIndex:
             return _rows(db, attempts), _rows(db, others)
 
         return self._ask(read)
+
+    def logs_of(self, names: Sequence[str]) -> dict[tuple[str, int], str]:
+        """The logs of these episodes by name and step; of those that are in no log (any more) none."""
+        marks = ", ".join("?" * len(names))
+        asked = f"SELECT e.name, e.step, f.name FROM episodes e JOIN files f ON f.id = e.file WHERE e.name IN ({marks})"
+        return self._ask(lambda db: {(name, step): log for name, step, log in db.execute(asked, list(names))})
 
     def _one(self, columns: str, log: str, name: str) -> Any:
         asked = f"SELECT {columns} FROM episodes e JOIN files f ON f.id = e.file WHERE e.name = ? AND f.name = ?"
@@ -485,7 +491,7 @@ def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes
     texts = (response, _text_of(later), transcripts.of(str(episode["id"])), reasons)
     media = [block for message in first for block in message["content"] if "hash" in block]
     shown = next((block for block in media if block["kind"] == "picture"), media[0] if media else {})
-    terms = _terms(scores)
+    terms = term_values(scores)
     names = ", ".join(values)
     marks = ", ".join(f":{name}" for name in values)
     id = db.execute(f"INSERT INTO episodes ({names}) VALUES ({marks})", values).lastrowid
@@ -510,7 +516,7 @@ def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes
     db.executemany("INSERT INTO terms VALUES (?, ?, ?)", [(id, name, value) for name, value in terms.items()])
 
 
-def _terms(scores: list[Json]) -> dict[str, float | None]:
+def term_values(scores: list[Json]) -> dict[str, float | None]:
     """Each term's value, summed over turns; None where one is missing."""
     sums: dict[str, float | None] = {}
     for score in scores:

@@ -1,23 +1,30 @@
-"""The runs that are looked at: which there are, how each does, its curves, and in what their recipes differ."""
+"""The runs that are looked at: which there are, how each does, its curves, in what their recipes differ, and how their
+episodes were scored again (``sensorium rescore``)."""
 
 import hashlib
 import json
 import os
 import re
+import shlex
 import socket
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from pydantic_core import from_json
 
 from sensorium.recipe.yaml import read_yaml, value_text, write_yaml
 from sensorium.report.charts import Series, line_chart
+from sensorium.report.tables import rescoring_grids
+from sensorium.runs.durable import read_json
 from sensorium.runs.metrics import read_health
 from sensorium.runs.process_table import alive, read_processes
 from sensorium.runs.run_directory import RunDirectory, last_holder
-from sensorium.viewer.index import DAMAGED, EpisodeIndex
+from sensorium.viewer.index import DAMAGED, EpisodeIndex, term_values
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 from sensorium.vocabulary.plain import differences
 from sensorium.vocabulary.secrets import without_keys
@@ -30,6 +37,10 @@ COLOURS = (0, 2, 3, 4, 5, 1)  # of the charts' six
 CURVES = ("reward/mean", "accuracy", "eval/accuracy", "eval/reward")  # shown first
 NEXT = ("policy/entropy", "policy/grad_norm", "mismatch/kl", "episodes/length_mean", "groups/zero_variance", "time/step_s")
 UNINTERESTING = ("name", "run_dir")  # keys of recipes in which runs always differ
+RESCORING, RESCORED = "rescoring.json", "episodes.jsonl"
+MOST_RESCORINGS = 20  # of a run, the newest
+EPSILON = 1e-9  # advantages below it are 0, as in a rescoring's own count
+RescoredSort = Literal["change", "gain", "loss", "step"]
 
 
 class Curves:
@@ -77,6 +88,145 @@ class Curves:
         return Series(name, points, colour, marks=metric.startswith("eval/") and len(points) < 40)
 
 
+class Rescoring:
+    """A rescoring in a folder of its own: its summary, and of each episode where its row lies and how it changes.
+
+    Memory holds 25 bytes of each row. A rescoring that was repeated into the same folder is read again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, folder.name
+        self._lock = threading.Lock()
+        self._summary: tuple[float, Json] = (-1.0, {})
+        self._read: tuple[float, int] = (-1.0, 0)
+        self._starts_N = np.zeros(0, np.int64)
+        self._changes_N = np.zeros(0)
+        self._turned_N = np.zeros(0, bool)
+        self._names_N = np.zeros(0, np.uint64)
+
+    @property
+    def written(self) -> float:
+        return _changed(self.folder / RESCORING)
+
+    def summary(self) -> Json:
+        """What the rescoring found, as it wrote it; raises RecordError where that cannot be read."""
+        with self._lock:
+            if self._summary[0] != self.written:
+                written = self.written
+                self._summary = written, read_json(self.folder / RESCORING, "Run 'sensorium rescore' again.")
+            return self._summary[1]
+
+    def of(self, run: Path) -> bool:
+        """Whether it is of this run, beside which its folder lies."""
+        with suppress(RecordError):
+            named = Path(str(self.summary().get("run", ""))).name
+            return named == run.name if named else self.name.startswith(f"{run.name}_rescored_")
+        return self.name.startswith(f"{run.name}_rescored_")
+
+    def overview(self) -> Json:
+        """Its table of terms with notes, and by which rewards."""
+        found: Json = {"name": self.name, "written": self.written}
+        try:
+            summary = self.summary()
+            grid = rescoring_grids(summary)[0]
+            file = self.folder / "rewards.yaml"
+            rewards, _ = read_yaml(file.read_text(), str(file)) if file.is_file() else ({}, None)
+        except (SensoriumError, OSError, *DAMAGED) as error:
+            return found | {"problem": f"'{self.folder}' cannot be read ({error}): run 'sensorium rescore' again."}
+        plain = without_keys(rewards) if isinstance(rewards, dict) else {}
+        return found | {
+            "title": grid.title.removeprefix(f"{summary['run']}: "),
+            "columns": grid.columns,
+            "rows": grid.rows,
+            "notes": grid.notes,
+            "signs": summary["signs"],
+            "correlation": summary["correlation"],
+            "rewards": write_yaml({key: value for key, value in plain.items() if key != "run"}),
+        }
+
+    def rows(self, sort: RescoredSort, *, turned: bool, offset: int, limit: int) -> tuple[int, list[Json]]:
+        """How many episodes change (``turned``: in the sign of an advantage), and a page of them."""
+        with self._lock:
+            self._scan()
+            changes_N = self._changes_N
+            kept = np.flatnonzero(self._turned_N if turned else changes_N != 0)  # NaN: a reward came or went
+            sizes = np.nan_to_num(changes_N[kept], nan=np.inf)
+            keys = {"change": -np.abs(sizes), "gain": -np.nan_to_num(changes_N[kept], nan=-np.inf), "loss": sizes}
+            order = kept if sort == "step" else kept[np.argsort(keys[sort], kind="stable")]
+            return len(kept), [self._row(int(self._starts_N[place])) for place in order[offset : offset + limit]]
+
+    def row(self, episode: str, step: int) -> Json | None:
+        """How an episode was scored; None if it was not."""
+        with self._lock, suppress(RecordError, OSError, *DAMAGED):
+            self._scan()
+            wanted = np.uint64(_digest(episode))
+            for place in np.flatnonzero(self._names_N == wanted):
+                found = self._row(int(self._starts_N[place]))
+                if (found["name"], found["step"]) == (episode, step):
+                    return found
+        return None
+
+    def _scan(self) -> None:
+        """Read all rows once; they lie in a file that is written whole."""
+        path = self.folder / RESCORED
+        if not path.is_file():
+            raise RecordError(f"'{path}' is gone: run 'sensorium rescore' again.")
+        state = _changed(path), path.stat().st_size
+        if state == self._read:
+            return
+        starts, changes, turned, names = array("q"), array("d"), array("b"), array("Q")
+        with path.open("rb") as file:
+            start = 0
+            for line in file:
+                with suppress(*DAMAGED):
+                    row = _shown(from_json(line))
+                    old, new = row["reward"]
+                    same = old is None and new is None
+                    change = 0.0 if same else np.nan if old is None or new is None else float(new) - float(old)
+                    name = _digest(row["name"])
+                    starts.append(start)
+                    changes.append(change)
+                    turned.append(row["turned"])
+                    names.append(name)
+                start += len(line)
+        self._starts_N, self._changes_N = np.array(starts), np.array(changes)
+        self._turned_N, self._names_N = np.array(turned, dtype=bool), np.array(names)
+        self._read = state
+
+    def _row(self, start: int) -> Json:
+        with (self.folder / RESCORED).open("rb") as file:
+            file.seek(start)
+            return _shown(from_json(file.readline()))
+
+
+def _shown(row: Json) -> Json:
+    """A row of a rescoring as pages have it; raises one of DAMAGED for one that is not as it is written."""
+    old, new = (term_values(scores) for scores in row["scores"])
+    advantages = row["advantages"]
+    return {
+        "name": row["episode"],
+        "step": row["step"],
+        "task": row["task"],
+        "group": row["group"],
+        "reward": row["reward"],
+        "correct": row["correct"],
+        "advantage": [None if not side else sum(side) / len(side) for side in advantages],
+        "turned": _turned(advantages),
+        "terms": {name: [old.get(name), new.get(name)] for name in sorted({**old, **new})},
+        "reasons": {s["name"]: s["reason"] for s in row["scores"][1] if s.get("value") is None and s.get("reason")},
+    }
+
+
+def _digest(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def _turned(advantages: Sequence[Sequence[float] | None]) -> bool:
+    """Whether the advantage of a turn has the other sign now."""
+    old, new = advantages
+    return any(min(abs(x), abs(y)) > EPSILON and x * y < 0 for x, y in zip(old or (), new or (), strict=False))
+
+
 class ViewedRun:
     """One run: its id in addresses, its name in lists, and what is read of it."""
 
@@ -86,6 +236,20 @@ class ViewedRun:
         self.index = EpisodeIndex(self.directory)
         self.curves = Curves(self.directory.metrics)
         self._recipe: tuple[float, Json, str] = (-1.0, {}, "")
+        self._rescorings: dict[str, Rescoring] = {}
+
+    def rescorings(self) -> list[Rescoring]:
+        """The rescorings in folders beside the run, the newest first."""
+        own = Path(os.path.realpath(self.directory.path))
+        found = {}
+        with suppress(OSError):
+            for folder in own.parent.iterdir():
+                if folder != own and (folder / RESCORING).is_file() and (folder / RESCORED).is_file():
+                    one = self._rescorings.get(folder.name) or Rescoring(folder)
+                    if one.of(own):
+                        found[folder.name] = one
+        self._rescorings = found
+        return sorted(found.values(), key=lambda one: -one.written)[:MOST_RESCORINGS]
 
     def recipe(self) -> Json:
         """The recipe, without keys of services; empty where it cannot be read."""
@@ -150,6 +314,8 @@ class ViewedRun:
         return summary | {
             "recipe": self._read_recipe()[2],
             "evaluations": evaluations,
+            "rescorings": len(self.rescorings()),
+            "rescore": f"sensorium rescore {shlex.quote(str(self.directory.path))} --rewards FILE",
             "metrics": [*shown, *(name for name in names if name not in shown)],
         }
 

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sensorium.services.application import BodyLimit, foreign
 from sensorium.viewer.episode import RunMedia, episode_page, medium_of
 from sensorium.viewer.index import EpisodeIndex, Search
-from sensorium.viewer.runs import COLOURS, ViewedRun, charts, find_runs, recipe_differences
+from sensorium.viewer.runs import COLOURS, RescoredSort, ViewedRun, charts, find_runs, recipe_differences
 from sensorium.viewer.what_if import MOST_BODY, WhatIf, what_if_routes
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import SensoriumError
@@ -290,7 +290,33 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
     def episode(run: str, file: str, id: str) -> Response:
         found, row = viewer.row(run, file, id)
         attempts, others = found.index.related(file, id)
-        return _reply(episode_page(found.directory, row) | {"file": file, "attempts": attempts, "others": others})
+        again = [(one.name, one.row(id, row["step"])) for one in found.rescorings()]
+        rescored = [{"rescoring": name, **row} for name, row in again if row is not None]
+        related = {"file": file, "attempts": attempts, "others": others, "rescored": rescored}
+        return _reply(episode_page(found.directory, row) | related)
+
+    @app.get("/api/rescorings")
+    def rescorings(run: str) -> Response:
+        return _reply({"rescorings": [one.overview() for one in viewer.run(run).rescorings()]})
+
+    @app.get("/api/rescored")
+    def rescored(
+        run: str,
+        name: str,
+        sort: RescoredSort = "change",
+        turned: bool = False,
+        offset: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    ) -> Response:
+        found = viewer.run(run)
+        one = next((one for one in found.rescorings() if one.name == name), None)
+        if one is None:
+            raise HTTPException(404, "there is no such rescoring beside the run (any more)")
+        count, rows = one.rows(sort, turned=turned, offset=offset, limit=limit)
+        logs = viewer.index(found).logs_of([row["name"] for row in rows])
+        return _reply(
+            {"count": count, "episodes": [{**row, "file": logs.get((row["name"], row["step"]), "")} for row in rows]}
+        )
 
     @app.get("/api/thumb")
     def thumb(request: Request, run: str, file: str, id: str) -> Response:

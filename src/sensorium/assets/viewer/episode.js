@@ -2,7 +2,7 @@
 
 import { address, ask, counted, h, number, signed, trouble, verdict } from "./dom.js";
 import { clip, film, picture } from "./media.js";
-import { result, shown } from "./runs.js";
+import { pair, result, shown } from "./runs.js";
 import { WhatIf } from "./what_if.js";
 
 const STRONGEST = 2; // an advantage of this size, or larger, has the full tint, as in the report
@@ -61,7 +61,7 @@ class Episode {
       this.active = this.film;
     }
     const main = h("div.episode-main", {}, this.tools(), this.film?.element, prompt, turns, page.turns.length ? "" : h("p.note", {}, page.failure || "It has no turns."));
-    const aside = h("aside", {}, this.pay(), this.attempts(), this.others(), this.task(), this.judges());
+    const aside = h("aside", {}, this.pay(), this.rescored(), this.attempts(), this.others(), this.task(), this.judges());
     this.visit.show(this.head(), h("div.episode", {}, main, aside));
     const mine = aside.querySelector("[aria-current]"); // in a long list of attempts
     if (mine) mine.closest("ol").scrollTop = mine.offsetTop - mine.closest("ol").offsetTop - 8;
@@ -280,6 +280,19 @@ class Episode {
       for (const [name, value] of Object.entries(turn.parts ?? {})) rows.push(h("tr", {}, h("th", {}, name), h("td", {}, `turn ${turn.index + 1}`), h("td", {}, number(value)), h("td")));
     }
     return h("section", {}, h("h2", {}, "Reward"), h("div.scroll", {}, h("table.pay-table", {}, h("tbody", {}, rows, h("tr.sum", {}, h("th", {}, "reward"), h("td"), h("td", {}, number(reward)), h("td"))))));
+  }
+
+  rescored() {
+    const { rescored } = this.page;
+    if (!rescored.length) return "";
+    const parts = rescored.map((one) => {
+      const terms = Object.entries(one.terms).map(([name, values]) => h("tr", { class: values[1] === null ? "missing" : "" },
+        h("th", {}, name, one.reasons[name] ? h("p.reason", {}, one.reasons[name]) : ""), h("td", {}, pair(values))));
+      return [h("p", {}, h("a", { href: address(`#/run/${this.asked.run}/rescored`, { name: one.rescoring }) }, one.rescoring)),
+        h("div.scroll", {}, h("table.pay-table", {}, h("tbody", {}, terms, h("tr.sum", {}, h("th", {}, "reward"), h("td", {}, pair(one.reward))),
+          h("tr", { class: one.turned ? "differs" : "" }, h("th", {}, "advantage"), h("td", {}, pair(one.advantage, signed))))))];
+    });
+    return h("section.rescored", {}, h("h2", {}, "Scored again"), parts);
   }
 
   attempts() {

@@ -167,12 +167,13 @@ export async function showRun(visit) {
 
   function top() {
     facts.replaceChildren(state(run), progress(run), health(run), h("span", {}, run.model), h("span", {}, `written ${ago(run.written)}`));
-    tabs.replaceChildren(link("curves", "Curves"), link("episodes", `Episodes ${run.episodes.count ? number(run.episodes.count) : ""}`), link("recipe", "Recipe"));
+    tabs.replaceChildren(link("curves", "Curves"), link("episodes", `Episodes ${run.episodes.count ? number(run.episodes.count) : ""}`),
+      link("rescored", `Scored again ${run.rescorings || ""}`), link("recipe", "Recipe"));
   }
 
   top();
   visit.show(h("div.head", {}, h("h1", {}, run.name)), facts, tabs, body);
-  const parts = { curves, episodes, recipe };
+  const parts = { curves, episodes, rescored, recipe };
   const update = await (parts[tab] ?? curves)(visit, id, body, () => run);
   visit.follow(id, calmly(visit, async () => {
     run = await ask("run", { run: id }, visit.signal);
@@ -216,6 +217,84 @@ async function recipe(visit, id, body, run) {
   const update = async () => text.replaceChildren(run().recipe);
   await update();
   return update;
+}
+
+/** Rescorings of a run: what each changes by term, and the episodes that change, with links to them. */
+async function rescored(visit, id, body, run) {
+  const asked = Object.fromEntries(visit.asked);
+  const choices = h("span.segments", { role: "group", "aria-label": "rescorings" });
+  const table = h("section");
+  const count = h("span.count", { role: "status" });
+  const rows = h("tbody");
+  const pages = h("nav.pages", { "aria-label": "pages" });
+  const select = (name, words, options) => h("label", {}, h("span", {}, words), h("select", { change: (event) => change({ [name]: event.target.value, offset: "" }) },
+    options.map(([value, text]) => h("option", { value, selected: (asked[name] ?? "") === value }, text))));
+  const which = select("turned", "episodes", [["", "whose reward changes"], ["true", "whose advantage changes sign"]]);
+  const order = select("sort", "by", [["", "size of the change"], ["gain", "gain"], ["loss", "loss"], ["step", "step"]]);
+  const head = ["episode", "step", "reward", "change", "advantage", "terms"];
+  const list = h("section", {}, h("h2", {}, "Episodes"), h("div.asked", {}, which, order, count),
+    h("div.scroll", {}, h("table.rescored", {}, h("thead", {}, h("tr", {}, head.map((name) => h("th", {}, name)))), rows)), pages);
+  const how = h("section", {}, h("p.note", {}, "Scores stored episodes by other terms, weights or judges; the run is only read. The result appears here:"), h("pre", {}, run().rescore));
+  let drawn = "";
+
+  function change(given) {
+    Object.assign(asked, given);
+    for (const [name, value] of Object.entries(asked)) if (!value) delete asked[name];
+    history.replaceState(null, "", address(`#/run/${id}/rescored`, asked));
+    return update().catch((error) => error.name !== "AbortError" && list.replaceChildren(trouble(error)));
+  }
+
+  async function update() {
+    const found = (await ask("rescorings", { run: id }, visit.signal)).rescorings;
+    const one = found.find((other) => other.name === asked.name) ?? found[0];
+    const now = JSON.stringify([found.map((other) => other.name), one?.name, one?.written, one?.problem]);
+    if (now !== drawn) draw(found, one); // else what is open or has the focus stays so
+    drawn = now;
+    if (one && !one.problem) await fill(one);
+  }
+
+  function draw(found, one) {
+    choices.replaceChildren(...found.map((other) => h("button", { type: "button", "aria-pressed": String(other === one), click: () => change({ name: other.name, offset: "" }) }, other.name)));
+    body.replaceChildren(...(one ? [choices, table, ...(one.problem ? [] : [list]), how] : [h("p.note", {}, "No rescoring of this run lies beside it."), how]));
+    if (!one) return;
+    if (one.problem) return table.replaceChildren(h("p.trouble", {}, one.problem));
+    table.replaceChildren(h("h2", {}, one.title), h("p.facts", {}, h("span", {}, `written ${ago(one.written)}`)),
+      h("div.scroll", {}, h("table", {}, h("thead", {}, h("tr", {}, ["", ...one.columns].map((name) => h("th", {}, name)))),
+        h("tbody", {}, one.rows.map(([name, cells]) => h("tr", {}, h("th", { scope: "row" }, name), cells.map((cell) => h("td", {}, cell))))))),
+      h("ul.notes", {}, one.notes.map((note) => h("li", {}, note))), h("details", {}, h("summary", {}, "by these rewards"), h("pre", {}, one.rewards)));
+  }
+
+  async function fill(one) {
+    const page = await ask("rescored", { run: id, limit: PAGE, name: one.name, turned: asked.turned, sort: asked.sort, offset: asked.offset }, visit.signal);
+    const linked = page.episodes.filter((row) => row.file);
+    Object.assign(shown, { run: id, hash: address(`#/run/${id}/rescored`, asked), rows: linked });
+    const first = Number(asked.offset ?? 0);
+    const last = first + page.episodes.length;
+    count.textContent = page.count ? `${number(first + 1)} to ${number(last)} of ${counted(page.count, "episode")}` : "no such episode";
+    rows.replaceChildren(...page.episodes.map(changed));
+    const to = (words, offset, possible) => h("button", { type: "button", disabled: !possible, click: () => change({ offset: offset > 0 ? String(offset) : "" }) }, words);
+    pages.replaceChildren(to("← before", first - PAGE, first > 0), to("next →", last, last < page.count));
+  }
+
+  function changed(row) {
+    const link = row.file ? h("a", { href: address(`#/run/${id}/episode`, { file: row.file, id: row.name }) }, row.task) : h("span", { title: "no longer in the run's logs" }, row.task);
+    return h("tr", {}, h("th", { title: row.name }, link), h("td", {}, number(row.step)), ...rescoredCells(row));
+  }
+
+  await update();
+  return update;
+}
+
+/** An old and a new value. */
+export const pair = (values, write = number) => h("span.pair", {}, write(values[0]), " → ", h("b", {}, write(values[1])));
+
+/** What a rescoring changed of an episode: reward, change, mean advantage, terms. */
+function rescoredCells(row) {
+  const [before, after] = row.reward;
+  const known = typeof before === "number" && typeof after === "number";
+  const terms = Object.entries(row.terms).map(([name, values]) => h("span.chip", { class: values[1] === null ? "missing" : "", title: row.reasons[name] ?? "" }, `${name} `, pair(values)));
+  return [h("td", {}, pair(row.reward)), h("td", {}, known ? signed(after - before) : "–"),
+    h("td", { class: row.turned ? "differs" : "", title: row.turned ? "the advantage of a turn changes its sign" : "" }, pair(row.advantage, signed)), h("td", {}, h("span.chips", {}, terms))];
 }
 
 const SORTS = ["step", "reward", "advantage", "surprise", "disagreement", "tokens", "turns", "term"];
