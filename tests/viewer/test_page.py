@@ -3,6 +3,7 @@
 ``SCREENSHOTS=folder pytest tests/viewer/test_page.py`` keeps pictures of what was tested there.
 """
 
+import json
 import os
 import re
 import shutil
@@ -17,14 +18,21 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import sensorium as sn
+from sensorium.api.train import outside_loop
+from sensorium.cluster.event_loop import run_async
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
+from sensorium.data.shapes import Shapes
+from sensorium.engines.protocol import Sampling
 from sensorium.rewards.judges.transcripts import TranscriptLine, Transcripts
+from sensorium.rollout.play import Attempt
 from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, write_episodes
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.viewer import View
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 from tests.data.clips import CLIP, middle
+from tests.recipes import quick
 from tests.report.synthetic_run import make_rescoring, make_run, make_walks
 
 pytest.importorskip("playwright", reason="the page is tested in a browser: pip install playwright")
@@ -396,3 +404,62 @@ def test_what_judges_answered_is_searched_and_shown(visit: Visit) -> None:
     expect(judges).to_contain_text("Ochre, 7 of 10.")
     judges.get_by_text("the question").click()
     expect(judges.locator("details pre")).to_have_text(f"Is it so? {MARKUP}")
+
+
+def make_asked(folder: Path) -> RunDirectory:
+    """A run of two answers of the shipped model, which has no checkpoint but what it began with."""
+    run = RunDirectory(folder).create()
+    run.recipe.write_text(json.dumps(quick("asked", steps=1)))
+    model = sn.load("package:shapes", device="cpu")
+    tasks = [Shapes(store=model.policy.chat.store, kinds=("colour",), picture_size=64)[i] for i in range(2)]
+    stream = model._rollout.stream(tasks, 1, Attempt(0, 1), Sampling(max_new_tokens=6))
+    groups = outside_loop(lambda: run_async(stream.in_order()))  # playwright has one here
+    store = MediaStore(run.media)
+    for task in tasks:
+        store.take(task.messages[0].media[0], model.policy.chat.store)
+    write_episodes(run.episodes_of(1), 1, groups)
+    model.close()
+    return run
+
+
+def test_a_model_is_asked_what_if_on_a_desk_and_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    make_asked(tmp_path / "runs/asked")
+    shots = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    with View([tmp_path / "runs"], device="cpu") as view:
+        visit = Visit(browser, view.address, shots, has_touch=True)
+        page = visit.open("asked")
+        page.locator(".found a").first.click()
+        page.locator(".turn").first.wait_for()
+        page.keyboard.press("w")
+        drawing = page.locator(".drawing")
+        drawing.wait_for()
+        box = drawing.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 1, box["y"] + 1)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"])
+        page.mouse.up()
+        expect(page.get_by_label("box %")).to_have_value(re.compile(r"[0-2] [0-2] (49|50|51) 100"))
+        page.get_by_role("button", name="blur", exact=True).click()
+        page.get_by_label("box %").fill("0 0 100 100")
+        page.get_by_role("button", name="blank", exact=True).click()
+        expect(page.locator(".what-if .chips .chip")).to_have_count(2)
+        page.get_by_label("without blur").click()
+        page.get_by_role("button", name="Ask", exact=True).click()
+        expect(page.locator(".answered pre.tokens").first.locator(".token.down").first).to_be_visible(timeout=120_000)
+        expect(page.locator(".answered pre.new .token").first).to_be_visible()
+        expect(page.locator(".answered tbody tr")).to_have_count(2)
+        page.locator(".answered .token.down").first.hover()
+        expect(page.get_by_role("tooltip")).to_contain_text("moves by -")
+        visit.keep("what_if")
+        page.get_by_role("button", name="map", exact=True).click()
+        expect(page.locator(".heat .cell")).to_have_count(16)
+        page.set_viewport_size({"width": 390, "height": 800})
+        visit.keep("phone_what_if")
+        assert visit.narrow() == 0
+        page.locator(".brand").click()
+        page.go_back()
+        page.get_by_role("button", name="What if …").click()
+        page.locator(".drawing").wait_for()
+        assert visit.complaints == []
+        visit.context.close()

@@ -19,9 +19,9 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.shapes import Shapes
 from sensorium.data.sound import DecodedAudio
 from sensorium.data.video import DecodedVideo
-from sensorium.viewer import what_if
+from sensorium.viewer import View
 from sensorium.viewer.server import make_view
-from sensorium.viewer.what_if import MOST_WAITING, MediumEdit, default_checkpoint, edited
+from sensorium.viewer.what_if import MOST_WAITING, Job, MediumEdit, WhatIf, default_checkpoint, edited
 from sensorium.vocabulary.errors import MediaError
 from tests.recipes import quick
 from tests.viewer.test_server import HERE, TOKEN, get, indexed, run_named
@@ -126,6 +126,7 @@ def test_a_map_and_a_swap_agree_with_the_edit_that_does_the_same(
     alone = ask(client, "answer", **other, checkpoint="start", new={"seed": 3})["result"]
     assert (asked["new"]["text"], alone["after"]) == (alone["new"]["text"], None), (first, second)
     assert asked["new"]["logprobs"] == pytest.approx(alone["new"]["logprobs"], abs=1e-5)
+    assert [(one["name"], one["correct"]) for one in alone["new"]["scores"]] == [("exact", True), ("parity", None)]
     later = ask(client, "answer", **one, checkpoint="1")["result"]
     assert later["before"]["logprobs"] != pytest.approx(later["stored"], abs=1e-6), "the weights of step 1 did not write it"
 
@@ -163,6 +164,11 @@ def test_a_fork_says_where_the_environment_shows_something_else(
         at = walk | {"run": run_named(other, "moved")}
         indexed(other, at["run"])
         assert "something else" in ask(other, "fork", **at, turn=1)["problem"]
+        recipe = tmp_path / "moved/recipe.yaml"
+        text = recipe.read_text().replace("package:shapes", "nobody/absent")
+        recipe.unlink()
+        recipe.write_text(text)
+        assert "hf download nobody/absent" in ask(other, "answer", **at, checkpoint="start")["problem"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_a_request_that_would_wait_too_long_is_refused(
         open_.wait(60)
         return {}
 
-    monkeypatch.setattr(what_if.WhatIf, "answer", waiting)
+    monkeypatch.setattr(WhatIf, "answer", waiting)
     replies: list[httpx.Response] = []
     threads = [
         threading.Thread(target=lambda: replies.append(client.post(f"/{TOKEN}/api/what_if/answer", json=at)))
@@ -230,6 +236,30 @@ def test_a_request_that_would_wait_too_long_is_refused(
     for thread in threads:
         thread.join()
     assert sorted(reply.status_code for reply in replies) == [200] * (MOST_WAITING + 1) + [503]
+
+
+def test_a_request_ends_with_its_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def endless(self: Any, job: Job, *given: Any) -> dict[str, Any]:
+        begun.set()
+        try:
+            while not job.cancelled.wait(60):
+                pass
+            job.check()
+        finally:
+            ended.set()
+        return {}
+
+    monkeypatch.setattr(WhatIf, "answer", endless)
+    with View([folder], device="cpu") as view, httpx.Client(base_url=view.address, timeout=60) as page:
+        run = page.get("api/runs").json()["runs"][0]["id"]
+        while not (rows := page.get("api/episodes", params={"run": run}).json()["episodes"]):
+            pass
+        at = {"run": run, "file": rows[0]["file"], "id": rows[0]["name"]}
+        with page.stream("POST", "api/what_if/answer", json=at):
+            assert begun.wait(60)
+        assert ended.wait(60)
 
 
 def test_clips_are_edited_as_they_were_decoded() -> None:

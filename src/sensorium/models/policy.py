@@ -4,6 +4,7 @@ The parts are stock transformers modules. The loop over the decoder layers is he
 caller decides on attention, deepstack features and recomputation.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
@@ -58,6 +59,13 @@ class Sharding(Protocol):
 
 def _nothing() -> None:
     pass
+
+
+def release_unused() -> None:
+    """Give GPU memory that no tensor holds any longer back to the device."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 class Policy:

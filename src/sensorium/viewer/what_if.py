@@ -337,6 +337,20 @@ def default_checkpoint(known: Sequence[Json], file: str, step: int) -> str:
     return str((before or known[:1])[-1]["name"]) if known else ""
 
 
+def refuse_absent(path: str, revision: str) -> None:
+    """Refuse a hub id whose weights are not on this machine: a page fetches nothing."""
+    from sensorium.models.checkpoint_path import has_weights, is_hub_id, may_be_hub_id
+    from sensorium.recipe.shape import cached_folder
+
+    if is_hub_id(path) and may_be_hub_id(path):
+        folder = cached_folder(path, revision)
+        if folder is None or not has_weights(folder):
+            raise RecordError(
+                f"the model '{path}' is not on this machine, and nothing is fetched from here. Fetch it (hf download "
+                f"{path}) and ask again, or choose a checkpoint of the run."
+            )
+
+
 class LoadedModel:
     """A checkpoint of a run, what samples from it, and the media of the run."""
 
@@ -531,7 +545,11 @@ class WhatIf:
     def _free(self) -> None:
         held, self._model = self._model, None
         if held is not None:
+            from sensorium.models.policy import release_unused
+
             held[1].close()
+            del held
+            release_unused()
 
     def model(self, job: Job, run: ViewedRun, stored: StoredTurn, wanted: str) -> LoadedModel:
         """The model that answers, loaded where it is not yet."""
@@ -550,7 +568,10 @@ class WhatIf:
         if self._model is None or self._model[0] != key:
             self._free()
             job.say(f"loading {words}")
-            self._model = key, LoadedModel(run, self._recipe(run), path, words)
+            recipe = self._recipe(run)
+            if name == START:
+                refuse_absent(path, recipe.model.revision)
+            self._model = key, LoadedModel(run, recipe, path, words)
             job.begin()
         return self._model[1]
 
@@ -665,7 +686,12 @@ class WhatIf:
         key = response_key(new.seed, 0, f"{PREFIX}:{stored.task.id}", 0, stored.turn.index)
         request = Request(PREFIX, tuple(context), sampling, (0,), key, f"{PREFIX}/{stored.turn.index}")
         response = run_within(job, model.engine.generate(request))
-        return _response(response.segment) | {"finish": response.finish}
+        found = _response(response.segment) | {"finish": response.finish}
+        if stored.task.environment is not None:  # it would have to be played for a reward
+            return found
+        turn = replace(stored.turn, response=response.segment, cut=response.finish == "length")
+        status = Status.TRUNCATED if turn.cut else Status.FINISHED
+        return found | scored(job, model, stored.task, replace(stored.episode, turns=(turn,), status=status, failure=""))
 
     def map(self, job: Job, run: ViewedRun, row: Json, asked: AskedMap) -> Json:
         """How a response's log-prob changes where places of a picture are covered with its mean colour."""
@@ -762,6 +788,7 @@ class Fork:
             "failure": episode.failure,
             "success": episode.info.get("success"),
             "reward": sum(turn.reward or 0.0 for turn in episode.turns),
+            **scored(self.job, self.model, stored.task, episode),
         }
 
     async def generate(self, request: "Request", episodes: Any = None) -> "Response":
@@ -853,6 +880,32 @@ def run_within(job: Job, work: Coroutine[Any, Any, Found]) -> Found:
                 await asyncio.wait({running})
 
     return run_async(watched())
+
+
+def scored(job: Job, model: LoadedModel, task: Task, episode: Episode) -> Json:
+    """What the recipe's reward terms give a new episode; those that ask a judge or a service are left out, by name."""
+    from sensorium.assembly.playing import make_scorer
+    from sensorium.rewards.reward_term import asks_others
+
+    scores: list[Json] = []
+    left_out: list[str] = []
+    for term in model.recipe.rewards.terms:
+        try:
+            scorer = make_scorer(model.recipe.rewards.model_copy(update={"terms": (term,)}), None, model.store)
+        except SensoriumError:  # it needs the recipe's judges
+            left_out.append(term.name)
+            continue
+        try:
+            if asks_others(scorer.terms[0][0]):
+                left_out.append(scorer.terms[0][0].name)
+                continue
+            found = run_within(job, scorer.score(task, episode))
+            scores += [
+                {"name": one.name, "value": one.value, "correct": one.correct, "weight": one.weight} for one in found.scores
+            ]
+        finally:
+            scorer.close()
+    return {"scores": scores, "unscored": left_out}
 
 
 def cells_of(chat: "ChatProcessor", media: Media, size: tuple[int, int], most: int) -> tuple[list[float], list[float]]:

@@ -1,6 +1,6 @@
 // "What if" of an episode: its media and prompt are edited, a checkpoint answers again; a map of a picture; a fork.
 
-import { address, ask, counted, h, number, post, s, signed, trouble } from "./dom.js";
+import { address, ask, counted, h, number, post, s, signed, trouble, verdict } from "./dom.js";
 
 const FULL = 2; // a log-prob that moves by this has the full tint
 const MOST_OTHERS = 12;
@@ -251,7 +251,7 @@ export class WhatIf {
       previews.length ? h("div.previews", {}, previews) : "",
       h("h3", {}, after ? "The written answer, by how its log-prob moves" : "The written answer"), h("pre.tokens", {}, drawn),
       h("div.scroll", {}, h("table.facts-table", {}, h("thead", {}, h("tr", {}, ["log-prob", "sum", "mean", "change"].map((name) => h("th", {}, name)))), h("tbody", {}, rows))),
-      ...(found.new ? [h("h3", {}, `A new answer${found.new.finish === "length" ? ", cut at its length" : ""}`), h("pre.tokens.new", {}, found.new.tokens.map((text, i) => token(text, found.new.logprobs[i], null)))] : []),
+      ...(found.new ? [h("h3", {}, `A new answer${found.new.finish === "length" ? ", cut at its length" : ""}`), h("pre.tokens.new", {}, found.new.tokens.map((text, i) => token(text, found.new.logprobs[i], null))), rewards(found.new)] : []),
       h("p.note", {}, `By ${found.model}.${disagreement(found)}`));
     hints(this.output, this.visit.signal);
   }
@@ -297,7 +297,7 @@ export class WhatIf {
           h("pre.tokens", {}, turn.by === "person" ? turn.text : turn.tokens.map((text, i) => token(text, turn.logprobs[i], null))),
           h("footer", {}, turn.reward === null ? "" : h("span.chip", {}, "reward ", h("b", {}, number(turn.reward)))))));
       const ended = found.next.length && !onward ? "" : h("p.note", {}, `The episode ${found.status}${found.failure ? `: ${found.failure}` : ""}${found.success === null ? "" : found.success ? ", with success" : ", without success"}; all rewards of its turns are ${number(found.reward)}.`);
-      this.output.replaceChildren(...turns, ...found.next.map(message), ended, h("p.note", {}, `By ${found.model}.`));
+      this.output.replaceChildren(...turns, ...found.next.map(message), ended, found.next.length && !onward ? "" : rewards(found), h("p.note", {}, `By ${found.model}.`));
       hints(this.output, this.visit.signal);
       if (!found.next.length) this.typed = [];
       this.showForking();
@@ -343,6 +343,12 @@ function disagreement({ stored, before }) {
   const gaps = before.logprobs.map((value, i) => Math.abs((value ?? 0) - (stored[i] ?? value ?? 0)));
   const most = Math.max(0, ...gaps);
   return stored.length ? ` Its log-probs of the answer as it was ${most < 1e-3 ? "are those that were recorded" : `differ from the recorded ones by up to ${number(most)}: other weights wrote it, or with other precision`}.` : "";
+}
+
+/** The reward terms of a new answer, and those that are not asked here. */
+function rewards({ scores = [], unscored = [] }) {
+  const chips = scores.map((one) => h("span.chip", { class: one.value === null ? "missing" : verdict(one.correct) }, `${one.name} `, h("b", {}, one.value === null ? "missing" : number(one.value)), one.weight === 1 ? "" : ` × ${number(one.weight)}`));
+  return h("p.chips", {}, chips, unscored.length ? h("span.note", {}, `not asked: ${unscored.join(", ")}`) : "");
 }
 
 function message(one) {
