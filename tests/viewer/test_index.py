@@ -154,6 +154,11 @@ def test_a_damaged_index_is_made_again(run: RunDirectory, damage: str) -> None:
     again.search(Search(text="red", sort="reward"))  # what no update reads is found damaged by the first search
     again.update()
     assert again.search(Search(text="red"))["count"] == 50
+    for path in index.path.parent.glob("view.sqlite*"):
+        path.unlink()
+    again.search(Search())  # makes an empty one
+    again.update()
+    assert again.search(Search(text="red"))["count"] == 50
 
 
 def test_a_run_that_is_gone_is_not_made_again(run: RunDirectory) -> None:

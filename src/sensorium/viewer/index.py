@@ -236,13 +236,11 @@ class EpisodeIndex:
                 self._refuse_others()
                 try:
                     if not self.path.exists():
-                        with _opened(self.path):  # empty; ``update`` fills it
-                            pass
+                        self._make()
                     db = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, timeout=30.0)
                     with closing(db):
                         if db.execute("PRAGMA user_version").fetchone() != (VERSION,):  # another thread just makes it
-                            with _opened(self.path):
-                                pass
+                            self._make()
                         return question(db)
                 except sqlite3.DatabaseError as error:
                     if attempt or not _is_damage(error):
@@ -278,6 +276,12 @@ class EpisodeIndex:
             raise RecordError(f"the run '{self.run.path}' is gone.")
         if self.path.is_symlink():
             self._remove()
+
+    def _make(self) -> None:
+        """Make an empty index, which the next ``update`` fills."""
+        with _opened(self.path):
+            self._seen = ()
+            self._removed += 1
 
     def _remove(self) -> None:
         for end in ("", "-wal", "-shm"):

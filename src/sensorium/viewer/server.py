@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from weakref import WeakSet
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -123,7 +124,7 @@ class Viewer:
     def __init__(self, places: list[Path]) -> None:
         self.places = places
         self.runs: dict[str, ViewedRun] = {}
-        self.streams = 0
+        self.streams: WeakSet[AsyncIterator[str]] = WeakSet()  # those that are being sent
         self.closed = threading.Event()
         self._media: dict[str, RunMedia] = {}
         self._lock = threading.Lock()
@@ -377,7 +378,7 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
         """Server-sent events: of a run when it has written something, or its index grew; of all runs without one."""
         followed = viewer.run(run) if run else None
         pause = every_s if run else 3 * every_s
-        if viewer.streams >= MOST_STREAMS:
+        if len(viewer.streams) >= MOST_STREAMS:
             raise HTTPException(503, f"{MOST_STREAMS} pages follow runs already: close some")
 
         def glance() -> Json:
@@ -391,7 +392,6 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
             return followed.glance() | {"indexed": indexed, "busy": index.busy, "problem": index.problem}
 
         async def lines() -> AsyncIterator[str]:
-            viewer.streams += 1
             try:
                 before, waited = None, 0.0
                 while not viewer.closed.is_set():
@@ -407,8 +407,10 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
                         await asyncio.sleep(min(left, GLANCE_S))
                     waited += pause
             finally:
-                viewer.streams -= 1
+                viewer.streams.discard(stream)
 
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        stream = lines()
+        viewer.streams.add(stream)
+        return StreamingResponse(stream, media_type="text/event-stream")
 
     return app
