@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Packages are compiled by who imports them first (pip would compile all); so that must be kept.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: demo quick test suite lint types versions lock scale scale-learning studies docs site bench clean
+.PHONY: demo quick test suite lint types versions lock scale scale-learning studies docs site screenshots bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
@@ -73,6 +73,10 @@ docs: .venv/installed
 # Broken links and anchors are errors. site/index.html opens from disk.
 site: .venv/dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The pictures of the docs, from runs made for them: a quarter of an hour on two cores.
+screenshots: .venv/dev .venv/browser
+	$(BIN)/python tools/screenshots.py
 
 bench: .venv/bench
 	$(BIN)/python -m bench step --workload CPU
