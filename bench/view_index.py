@@ -1,23 +1,34 @@
 """How fast ``sensorium view`` answers over a run of many episodes: python -m bench.view_index [--episodes 100000].
 
 Writes a run as the trainer does (``write_episodes``: 256 episodes a step, groups of 8, 96 tokens a response, two terms,
-words by a power law), indexes it, and asks for the first page and for searches, three times each. Prints the slowest of
-the three in seconds with the number of episodes found, the sizes of logs and index, and the memory that this took beside
-the imports.
+words by a power law), indexes it, and asks for the first page, for searches, and for the episodes that a rescoring of all
+changes, three times each. Prints the slowest of the three in seconds of wall clock and of CPU with the number of episodes
+found, the sizes of logs and index, and the memory that this took beside the imports.
+
+``--watched STEPS`` measures what watching costs instead: recipes/shapes.yaml is trained for so many steps, while this
+process serves the run and asks for what an open page asks for. Prints CPU seconds of both, the page's requests included.
 """
 
 import argparse
 import json
 import resource
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from sensorium.runs.durable import write_whole
+import httpx
+
+from sensorium.runs.durable import read_rows, write_rows, write_whole
 from sensorium.runs.episodes import EpisodeCredit, write_episodes
 from sensorium.runs.run_directory import RunDirectory
+from sensorium.viewer import View
 from sensorium.viewer.index import EpisodeIndex, Search
+from sensorium.viewer.runs import Rescoring
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 
 STEP, GROUP, TOKENS, WORDS = 256, 8, 96, 20_000
@@ -75,6 +86,71 @@ def write_run(folder: Path, episodes: int) -> RunDirectory:
     return run
 
 
+def write_rescoring(run: RunDirectory) -> Rescoring:
+    """What ``sensorium rescore`` writes of all episodes, with rewards that are drawn."""
+    random, folder = Random(1), run.path.parent / f"{run.path.name}_rescored_by_bench"
+    rows = []
+    for path in sorted(run.episodes.glob("*.jsonl")):
+        for row in read_rows(path):
+            episode, new = row["episode"], random.random()
+            scores = [episode["scores"], [{"name": "exact", "value": new, "weight": 0.5}]]
+            names = {"step": row["step"], "task": row["task"]["id"], "group": episode["group_id"], "episode": episode["id"]}
+            advantages = [[random.gauss(0, 1)], [random.gauss(0, 1)]]
+            rows.append(
+                names
+                | {"reward": [row["reward"], new], "correct": [None, None], "advantages": advantages, "scores": scores}
+            )
+    folder.mkdir(exist_ok=True)
+    write_rows(folder / "episodes.jsonl", rows)
+    return Rescoring(folder)
+
+
+def measured(work: Callable[[], int]) -> tuple[int, list[float]]:
+    """What it returns, and the slowest of three times in seconds of wall clock and of CPU."""
+    walls, cpus = [], []
+    for _ in range(3):
+        wall, cpu = time.perf_counter(), time.process_time()
+        count = work()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return count, [round(max(walls), 3), round(max(cpus), 3)]
+
+
+def watched(folder: Path, steps: int) -> dict[str, float]:
+    """CPU seconds of a run, and of what it takes to watch it, from its first step to its last."""
+    run = RunDirectory(folder / "run")
+    command = [sys.executable, "-m", "sensorium", "train", "recipes/shapes.yaml", f"run_dir={run.path}", f"steps={steps}"]
+    training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not run.metrics.exists() and training.poll() is None:
+        time.sleep(0.2)
+    began, asked = time.process_time(), 0
+    with View([folder]) as view, httpx.Client(base_url=view.address, timeout=600) as page:
+        (id,) = [one["id"] for one in page.get("api/runs").json()["runs"]]
+        changed, over = threading.Event(), threading.Event()
+
+        def follow() -> None:
+            with page.stream("GET", "api/events", params={"run": id}) as lines:
+                for line in lines.iter_lines():
+                    if line.startswith("data:"):
+                        changed.set()
+                    if over.is_set():
+                        return
+
+        threading.Thread(target=follow, daemon=True).start()
+        while training.poll() is None:
+            if changed.wait(0.5):
+                changed.clear()
+                metrics = page.get("api/run", params={"run": id}).json()["metrics"]
+                page.get("api/charts", params={"runs": id, "metrics": ",".join(metrics[:12])})
+                asked += 1
+                time.sleep(2)  # as the page does
+        spent = time.process_time() - began
+        over.set()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    trained = usage.ru_utime + usage.ru_stime
+    return {"run_cpu_s": trained, "viewer_cpu_s": spent, "share": spent / trained, "redrawn": asked}
+
+
 def most_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -83,27 +159,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--folder", type=Path, help="keep the run here, and use the one that is there")
+    parser.add_argument("--watched", type=int, default=0, metavar="STEPS")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
+        if arguments.watched:
+            print(json.dumps(watched(Path(made), arguments.watched), indent=1))
+            return
         folder = arguments.folder or Path(made) / "run"
         run = RunDirectory(folder) if (folder / "recipe.yaml").exists() else write_run(folder, arguments.episodes)
         index, before = EpisodeIndex(run), most_mib()
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         index.update()
-        found = {"index_s": round(time.perf_counter() - started, 1)}
+        found = {"index_s": [round(time.perf_counter() - started, 1), round(time.process_time() - cpu, 1)]}
         found["log_mib"] = round(sum(path.stat().st_size for path in run.episodes.iterdir()) / 2**20)
         found["index_mib"] = round(index.path.stat().st_size / 2**20)
         for name, search in SEARCHES.items():
-            times = []
-            for _ in range(3):
-                started = time.perf_counter()
-                count = index.search(search)["count"]
-                times.append(time.perf_counter() - started)
-            found[f"{name} ({count:,})"] = round(max(times), 3)
-        started = time.perf_counter()
-        index.facets()
-        found["facets"] = round(time.perf_counter() - started, 3)
+            count, seconds = measured(lambda search=search: index.search(search)["count"])
+            found[f"{name} ({count:,})"] = seconds
+        found["facets"] = measured(lambda: len(index.facets()))[1]
         found["more_mib"] = round(most_mib() - before)
+        again = write_rescoring(run)
+        started, before = time.process_time(), most_mib()
+        again.rows("change", turned=False, offset=0, limit=50)
+        found["rescoring, first time"] = round(time.process_time() - started, 3)
+        for sort in ("change", "step"):
+            count, seconds = measured(lambda sort=sort: again.rows(sort, turned=True, offset=1000, limit=50)[0])
+            found[f"rescoring, by {sort} ({count:,})"] = seconds
+        found["one episode of a rescoring"] = measured(lambda: len(again.row("7/3/1", 7) or ()))[1]
+        found["rescoring_more_mib"] = round(most_mib() - before)
     print(json.dumps(found, indent=1))
 
 

@@ -66,6 +66,7 @@ Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as SQLite stores it
 MAKING = threading.Lock()
 Json = dict[str, Any]
 Found = TypeVar("Found")
+CHEAP_S, FACETS_SHARE = 0.02, 0.01  # facets that take longer are counted again so rarely that they take this share
 FRESH_S = 2.0  # a folder that changed less long ago may change again without another time of change
 
 
@@ -112,6 +113,7 @@ class EpisodeIndex:
         self._removed = 0
         self._seen: tuple[tuple[int, int], ...] = ()
         self._facets: tuple[object, Json] = (None, {})
+        self._next_facets = 0.0
 
     def update(self, until: Callable[[], bool] = lambda: False) -> bool:
         """Read what the run has written since; True if anything changed. Returns at once where another thread does it.
@@ -157,12 +159,19 @@ class EpisodeIndex:
         return int(self._ask(lambda db: db.execute("SELECT TOTAL(read) FROM files").fetchone())[0])
 
     def facets(self) -> Json:
-        """What can be asked for: logs, categories, statuses, fates, terms, and the range of steps; and how much is read."""
+        """What can be asked for: logs, categories, statuses, fates, terms, and the range of steps; and how much is read.
+
+        Of a large index all but the count may be some seconds old while the run writes.
+        """
 
         def read(db: sqlite3.Connection) -> Json:
             key = db.execute("SELECT COUNT(*), SUM(read), MAX(changed) FROM files").fetchone()
             if self._facets[0] == key:
                 return self._facets[1]
+            if time.monotonic() < self._next_facets:
+                (count,) = db.execute("SELECT COUNT(*) FROM episodes").fetchone()
+                return self._facets[1] | {"count": count}
+            started, spent = time.monotonic(), time.thread_time()
 
             def counted(column: str) -> list[Json]:
                 rows = db.execute(f"SELECT {column}, COUNT(*) n FROM episodes GROUP BY {column} ORDER BY n DESC LIMIT 100")
@@ -178,6 +187,8 @@ class EpisodeIndex:
                 "problems": [f"{name}: {problem}" for name, problem in problems],
             }
             self._facets = (key, found)
+            spent = time.thread_time() - spent
+            self._next_facets = started + (spent / FACETS_SHARE if spent > CHEAP_S else 0.0)
             return found
 
         return self._ask(read)

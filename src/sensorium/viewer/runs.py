@@ -153,7 +153,11 @@ class Rescoring:
             sizes = np.nan_to_num(changes_N[kept], nan=np.inf)
             keys = {"change": -np.abs(sizes), "gain": -np.nan_to_num(changes_N[kept], nan=-np.inf), "loss": sizes}
             order = kept if sort == "step" else kept[np.argsort(keys[sort], kind="stable")]
-            return len(kept), [self._row(int(self._starts_N[place])) for place in order[offset : offset + limit]]
+            rows = []
+            for place in order[offset : offset + limit]:
+                with suppress(*DAMAGED):  # a row that is not as it is written is left out
+                    rows.append(self._row(int(self._starts_N[place])))
+            return len(kept), rows
 
     def row(self, episode: str, step: int) -> Json | None:
         """How an episode was scored; None if it was not."""
@@ -179,14 +183,14 @@ class Rescoring:
             start = 0
             for line in file:
                 with suppress(*DAMAGED):
-                    row = _shown(from_json(line))
+                    row = from_json(line)
                     old, new = row["reward"]
                     same = old is None and new is None
                     change = 0.0 if same else np.nan if old is None or new is None else float(new) - float(old)
-                    name = _digest(row["name"])
+                    name, opposite = _digest(row["episode"]), _turned(row["advantages"])
                     starts.append(start)
                     changes.append(change)
-                    turned.append(row["turned"])
+                    turned.append(opposite)
                     names.append(name)
                 start += len(line)
         self._starts_N, self._changes_N = np.array(starts), np.array(changes)

@@ -29,7 +29,10 @@ async function redraw(place, runs, metrics, signal) {
   place.replaceChildren(...charts.map(drawing));
 }
 
-/** Work that is asked for again and again, one at a time, at most every so many milliseconds. */
+const SHARE = 0.01; // of the server's time that following a run may take: it may be the machine that trains
+const LONGEST_PAUSE = 10_000;
+
+/** Work that is asked for again and again, one at a time, at most every so many milliseconds; more rarely if it is slow. */
 function calmly(visit, work, pause = 2000) {
   let busy = false;
   let again = false;
@@ -39,12 +42,14 @@ function calmly(visit, work, pause = 2000) {
       return;
     }
     busy = true;
+    const started = performance.now();
     try {
       await work();
     } catch (error) {
       if (error.name !== "AbortError") console.warn(error.message);
     }
-    await new Promise((done) => setTimeout(done, pause));
+    const slow = Math.min(LONGEST_PAUSE, (performance.now() - started) / SHARE);
+    await new Promise((done) => setTimeout(done, Math.max(pause, slow)));
     busy = false;
     if (again && !visit.ended) {
       again = false;
