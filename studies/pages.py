@@ -46,7 +46,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def follow(page: Path, folder: Path, rewrite: Rewrite = list) -> None:
-    """Do what a page says, in ``folder`` and in this process; ``rewrite`` may change a command before it runs."""
+    """Do what a page says, in ``folder`` and in this process; ``rewrite`` may change a command, or leave it out."""
     before, path = Path.cwd(), list(sys.path)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
@@ -56,8 +56,8 @@ def follow(page: Path, folder: Path, rewrite: Rewrite = list) -> None:
                 Path(block.file).write_text(block.text)
             elif block.language == "sh":
                 for line in block.text.splitlines():
-                    if line.strip():
-                        _run(rewrite(shlex.split(line)))
+                    if line.strip() and (words := rewrite(shlex.split(line))):
+                        _run(words)
     finally:
         os.chdir(before)
         sys.path[:] = path

@@ -21,19 +21,22 @@ SHORT = {
     "walk": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
              "rollout.max_turns=2", "threads=1", PAID.format("environment")],
     "browser": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
-                "evaluation.every=1", "threads=1", PAID.format("environment")],
+                "batch.updates_per_epoch=1", "evaluation.every=2", "checkpoint.every=1", "threads=1",
+                PAID.format("environment")],
 }  # fmt: skip
 
 
 def shortened(words: list[str]) -> list[str]:
     """The same command with less to do. SFT ends at step 1 then, and RL at step 2."""
-    words = [word.replace("step_000025", "step_000001").replace("step_000175", "step_000002") for word in words]
+    words = [re.sub("step_000(025|120)", "step_000001", re.sub("step_0001(75|50)", "step_000002", word)) for word in words]
+    browser = "browser" in " ".join(words)  # which takes seconds to start
+    one = ["environments.pool=1"] if browser else []
     if words[:2] == ["sensorium", "train"]:
-        return [*words, *SHORT[Path(words[2]).stem]]
+        return [*words, *SHORT[Path(words[2]).stem], *one]
     if words[:2] == ["sensorium", "record"]:
-        return [*words[:-1], "4"]
+        return [*words[:-1], "4", *one]
     if words[:2] == ["sensorium", "eval"]:
-        return [*words, "--limit", "4"]
+        return [] if browser and "--greedy" not in words else [*words, "--limit", "4", *one]
     return words
 
 
@@ -67,6 +70,8 @@ def test_the_browser_tutorial_records_and_trains_and_leaves_no_browser(tmp_path:
     rows = [json.loads(line) for line in (tmp_path / "demonstrations/browser/rows.jsonl").read_text().splitlines()]
     assert [row["reward"] for row in rows] == [1.0] * 4
     assert sn.Run(tmp_path / "runs/browser").metrics["step"] == [1, 2]
+    for name in ("sft", "rl", "blank"):
+        assert json.loads((tmp_path / f"runs/browser_{name}/summary.json").read_text())["tasks"] == 4
     assert not started_by("test_the_browser_tutorial")
 
 
