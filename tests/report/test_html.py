@@ -221,6 +221,7 @@ def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 1, 5) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert ticks(0.63, 1.12, 5) == [0.7, 0.8, 0.9, 1.0, 1.1]
     assert all(3.2e-7 <= tick <= 9.9e-7 for tick in ticks(3.2e-7, 9.9e-7, 4))
+    assert ticks(0, 2e-13, 2) == [0, 1e-13, 2e-13]
 
 
 def test_long_curves_are_thinned_and_keep_their_end() -> None:

@@ -14,10 +14,11 @@ from starlette.testclient import TestClient
 from sensorium.data.media_store import MediaStore
 from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import TRANSCRIPTS, write_episodes
-from sensorium.runs.metrics import Notice, write_notice
+from sensorium.runs.metrics import MetricsFile, Notice, write_notice
 from sensorium.runs.run_directory import RunDirectory, lock_run
 from sensorium.viewer.episode import places_in, places_named
 from sensorium.viewer.index import EpisodeIndex
+from sensorium.viewer.runs import ViewedRun, charts
 from sensorium.viewer.server import HEADERS, make_view
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 from sensorium.vocabulary.content import Media
@@ -78,6 +79,21 @@ def test_lists_runs_with_state_health_and_curves(client: TestClient, folder: Pat
         assert {run["state"] for run in get(client, "api/runs").json()["runs"] if run["name"] == "shapes"} == {"running"}
     shown = get(client, "api/charts", runs=f"{runs['shapes']['id']},{runs['more/lake']['id']}", metrics="accuracy").json()
     assert shown["charts"][0].startswith('<figure class="plot"><figcaption><b>accuracy')
+
+
+def test_curves_begin_before_training_and_small_values_are_seen(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "small")
+    run.write_summary(0, {"step": 0, "name": "eval", "accuracy": 0.25, "reward": None})
+    metrics = MetricsFile(run.metrics)
+    metrics.append(1, {"mismatch/kl": 2e-5})
+    metrics.append(2, {"mismatch/kl": 4e-5, "eval/accuracy": 0.5, "eval/reward": 0.5})
+    viewed = ViewedRun(run.path, "small")
+    assert viewed.series("small", "eval/accuracy", 0).points == ((0.0, 0.25), (2.0, 0.5))
+    assert viewed.series("small", "eval/reward", 0).points == ((2.0, 0.5),)
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", charts([viewed], ["mismatch/kl"])[0])]
+    assert max(heights) - min(heights) > 50
+    (run.eval / "step_000000_eval.json").write_text('{"accuracy": [')
+    assert viewed.series("small", "eval/accuracy", 0).points == ((2.0, 0.5),)
 
 
 def test_a_damaged_run_hides_neither_itself_nor_others(tmp_path: Path) -> None:

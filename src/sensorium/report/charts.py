@@ -8,6 +8,7 @@ from html import escape
 from itertools import pairwise
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+SMALL = 0.05  # shares below it would lie on the axis
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
@@ -36,10 +37,10 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
-    """The range of an axis: 0 to 1 for shares, else that of the values with a margin."""
+    """The range of an axis: 0 to 1 for shares, from 0 for what stays below 0.05, else that of the values with a margin."""
     low, high = min(values), max(values)
     if low >= 0 and high <= 1:
-        return 0.0, 1.0
+        return 0.0, high * 1.05 if 0 < high < SMALL else 1.0
     air = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     return low - air, high + air
 
@@ -178,7 +179,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     start = math.ceil(low / step - 1e-9)
-    return [round(n * step, 12) for n in range(start, math.floor(high / step + 1e-9) + 1)]
+    digits = max(12, 2 - math.floor(math.log10(step)))
+    return [round(n * step, digits) for n in range(start, math.floor(high / step + 1e-9) + 1)]
 
 
 def _number(value: float) -> str:

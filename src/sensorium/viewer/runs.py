@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -323,6 +324,17 @@ class ViewedRun:
             "metrics": [*shown, *(name for name in names if name not in shown)],
         }
 
+    def series(self, name: str, metric: str, colour: int) -> Series:
+        """A curve; those of evaluations begin with the one before the first step, which metrics.jsonl has no row for."""
+        found = self.curves.update().series(name, metric, colour)
+        evaluation, _, what = metric.partition("/")
+        if found.points and found.points[0][0] > 0 and what in ("accuracy", "reward"):
+            with suppress(RecordError):
+                value = read_json(self.directory.eval / f"step_000000_{evaluation}.json", "").get(what)
+                if isinstance(value, int | float) and abs(value) < LARGEST:
+                    return replace(found, points=((0.0, float(value)), *found.points))
+        return found
+
     def glance(self) -> Json:
         """What tells a page to ask again: it changes when the run has written something, or has ended."""
         stamps = [_changed(path) for path in (self.directory.metrics, self.directory.health, self.directory.eval)]
@@ -379,7 +391,7 @@ def charts(runs: Sequence[ViewedRun], metrics: Sequence[str]) -> list[str]:
     drawn = []
     for metric in metrics:
         named = [(run.name if len(runs) > 1 else metric, run) for run in runs[: len(COLOURS)]]
-        series = [run.curves.update().series(name, metric, COLOURS[i]) for i, (name, run) in enumerate(named)]
+        series = [run.series(name, metric, COLOURS[i]) for i, (name, run) in enumerate(named)]
         drawn.append(line_chart(metric, series))
     return [chart for chart in drawn if chart]
 
