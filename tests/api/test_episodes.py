@@ -120,8 +120,10 @@ def test_all_turns_of_a_walk_are_shown_with_their_pictures(tmp_path: Path) -> No
 
 
 def test_an_unknown_episode_is_an_error_that_names_a_near_one(made: sn.Run) -> None:
-    with pytest.raises(sn.SensoriumError, match="g0/1"):
+    with pytest.raises(sn.SensoriumError, match="g0/1") as error:
         made.show("g0/11")
+    assert len(made.episodes) > 100
+    assert len(str(error.value)) < 1000
     name = made.episodes[0]["episode"]
     row = next(row for row in read_rows(made.directory / "episodes/step_000001.jsonl") if row["episode"]["id"] == name)
     assert made.show(name).page == render_episode(RunDirectory(made.directory), row)

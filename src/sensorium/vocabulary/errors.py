@@ -119,13 +119,17 @@ class WriteFailed(RecordError):
     """A file could not be written. A run adds how to continue."""
 
 
+MOST_KNOWN = 100  # names in an error; a run may have 100,000 episodes
+
+
 def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
-    """A sentence that suggests the right name: ``; did you mean 'x'? Known: a, b, c``."""
+    """A sentence that suggests the right name: ``; did you mean 'x'? Known: a, b, c``; of very many names a dozen."""
     from difflib import get_close_matches
 
     close = get_close_matches(name, known, n=1, cutoff=cutoff)
     hint = f"; did you mean '{close[0]}'?" if close else "."
-    return f"{hint} Known: {', '.join(sorted(known))}."
+    shown = sorted(known) if len(known) <= MOST_KNOWN else [*sorted(known)[:12], f"and {len(known) - 12:,} others"]
+    return f"{hint} Known: {', '.join(shown)}."
 
 
 def similar_file(path: Path) -> str:
