@@ -298,6 +298,8 @@ def test_on_a_phone_nothing_is_wider_than_the_page(visit: Visit) -> None:
     page.locator(".recipes").wait_for()
     visit.keep("phone_runs")
     assert visit.narrow() == 0
+    widths = page.locator(".recipes td").evaluate_all("cells => cells.map((cell) => cell.clientWidth)")
+    assert min(widths) > 100
     visit.open("lake")
     visit.keep("phone_episodes")
     assert visit.narrow() == 0

@@ -96,7 +96,9 @@ def test_a_blank_picture_costs_the_answer_and_a_blank_corner_does_not(
     assert len(falls["whole"]) >= 4
     assert mean(falls["whole"]) > 0.5
     assert abs(mean(falls["empty"])) < 0.1 * mean(falls["whole"])
-    assert {one["name"] for one in get(client, "api/what_if", **at).json()["checkpoints"]} == {"start", "1"}
+    offered = get(client, "api/what_if", **at).json()
+    assert {one["name"] for one in offered["checkpoints"]} == {"start", "1"}
+    assert offered["usual_new"] == 6, "as many tokens as the run's answers may have"
 
 
 def test_a_map_and_a_swap_agree_with_the_edit_that_does_the_same(

@@ -976,6 +976,13 @@ def _numbers(values: Iterable[float]) -> list[float | None]:
     return [round(value, 6) if FORBIDDEN < value < float("inf") else None for value in values]
 
 
+def _usual_new(recipe: Json) -> int:
+    """The length of answers that the page offers first: the run's own, as far as it may be asked."""
+    rollout = recipe.get("rollout")
+    length = rollout.get("max_new_tokens") if isinstance(rollout, dict) else None
+    return min(length, MOST_NEW) if isinstance(length, int) and length > 0 else 256
+
+
 def offered(run: ViewedRun, row: Json, file: str) -> Json:
     """What the page needs before anything is asked: checkpoints, and texts by turn, message and block."""
     known = checkpoints_of(run.directory, run.recipe())
@@ -996,6 +1003,7 @@ def offered(run: ViewedRun, row: Json, file: str) -> Json:
         ],
         "cells": CELLS,
         "most_new": MOST_NEW,
+        "usual_new": _usual_new(run.recipe()),
     }
 
 

@@ -282,7 +282,9 @@ async function rescored(visit, id, body, run) {
   }
 
   function changed(row) {
-    const link = row.file ? h("a", { href: address(`#/run/${id}/episode`, { file: row.file, id: row.name }) }, row.task) : h("span", { title: "no longer in the run's logs" }, row.task);
+    const last = /^train\/.*\/(\d+)$/.exec(row.name);
+    const attempt = last ? h("span.note", {}, ` attempt ${number(Number(last[1]) + 1)}`) : "";
+    const link = row.file ? h("a", { href: address(`#/run/${id}/episode`, { file: row.file, id: row.name }) }, row.task, attempt) : h("span", { title: "no longer in the run's logs" }, row.task);
     return h("tr", {}, h("th", { title: row.name }, link), h("td", {}, number(row.step)), ...rescoredCells(row));
   }
 
@@ -390,12 +392,18 @@ async function episodes(visit, id, body, run) {
     const held = list.contains(document.activeElement) || (first && shown.chosen);
     const rows = found.episodes.map((one) => result(id, one, asked.sort ?? "step"));
     list.replaceChildren(...rows);
-    if (!rows.length) list.append(h("li.empty", {}, run().episodes.count || found.busy ? "Nothing is like that." : "The run has not logged any episodes yet."));
+    if (!rows.length) list.append(h("li.empty", {}, run().episodes.count || found.busy ? nothing() : "The run has not logged any episodes yet."));
     if (held) list.querySelector(`a[data-id="${CSS.escape(shown.chosen)}"]`)?.focus({ preventScroll: !first });
     first = false;
     const to = (words, where, possible) => h("button", { type: "button", disabled: !possible, click: () => turn(where) }, words);
     pages.replaceChildren(to("← before", offset() - PAGE, offset() > 0), to("next →", last, last < found.count));
     problems.replaceChildren(...run().episodes.problems.map((words) => h("p.trouble", {}, words)));
+  }
+
+  function nothing() {
+    const filtered = narrowed.some((name) => asked[name]);
+    const words = asked.text ? ` All words of the search must occur, whole: squ* finds words that begin so, "red square" a phrase, and response:red a word of the response (also prompt:, seen:, judge:, failure:).` : "";
+    return `No episode fits${asked.text ? " the search" : ""}${asked.text && filtered ? " and" : ""}${filtered ? " the filters: clear removes them" : ""}.${words}`;
   }
 
   function turn(where) {

@@ -59,7 +59,7 @@ export class WhatIf {
     this.sampling = h("select", { "aria-label": "new answer" }, [["greedy", "greedy"], ["sampled", "sampled"], ["none", "none"]].map(([value, name]) => h("option", { value }, name)));
     this.temperature = field("temperature", { value: 1, min: 0.05, max: 10, step: 0.05 });
     this.seed = field("seed", { value: 0, min: 0, max: 2 ** 31 - 1, step: 1 });
-    this.length = field("tokens at most", { value: Math.min(256, this.offered.most_new), min: 1, max: this.offered.most_new, step: 1 });
+    this.length = field("tokens at most", { value: this.offered.usual_new, min: 1, max: this.offered.most_new, step: 1 });
     this.state = h("span.state", { role: "status" });
     this.stop = h("button", { type: "button", hidden: true, click: () => this.running?.abort() }, "cancel");
     this.output = h("div.answered");
@@ -272,7 +272,7 @@ export class WhatIf {
     const image = h("img", { src: address("api/medium", { ...this.asked, n }), alt: `picture ${n + 1}`, class: "mapped" });
     const drawn = s("svg", { class: "heat", viewBox: "0 0 1 1", preserveAspectRatio: "none", role: "img", "aria-label": `by place, the answer's log-prob moves by ${number(-most)} at most` }, ...cells);
     this.output.replaceChildren(h("h3", {}, "Where the answer looks"), h("span.frame.map", {}, image, drawn),
-      h("p.note", {}, `Each place is covered with the picture's mean colour. Red: the answer's log-prob (${number(found.before)}) falls; green: it rises; the full tint is ${number(most)}. By ${found.model}.`));
+      h("p.note", {}, `Each place is covered with the picture's mean colour. Red: the answer's log-prob (${number(found.before)}) falls; green: it rises; the full tint is ${number(most)}.${this.edits.length || this.texts.size ? " The map is of the episode as it was, without the edits above." : ""} By ${found.model}.`));
     hints(this.output, this.visit.signal);
   }
 
@@ -296,7 +296,7 @@ export class WhatIf {
         h("article.message.assistant", {}, h("header", {}, h("b", {}, turn.by === "person" ? "you" : "the model")),
           h("pre.tokens", {}, turn.by === "person" ? turn.text : turn.tokens.map((text, i) => token(text, turn.logprobs[i], null))),
           h("footer", {}, turn.reward === null ? "" : h("span.chip", {}, "reward ", h("b", {}, number(turn.reward)))))));
-      const ended = found.next.length && !onward ? "" : h("p.note", {}, `The episode ${found.status}${found.failure ? `: ${found.failure}` : ""}${found.success === null ? "" : found.success ? ", with success" : ", without success"}; all rewards of its turns are ${number(found.reward)}.`);
+      const ended = found.next.length && !onward ? "" : h("p.note", {}, `The episode ${found.status === "truncated" ? "was truncated" : found.status}${found.failure ? `: ${found.failure}` : ""}${found.success === null ? "" : found.success ? ", with success" : ", without success"}; all rewards of its turns are ${number(found.reward)}.`);
       this.output.replaceChildren(...turns, ...found.next.map(message), ended, found.next.length && !onward ? "" : rewards(found), h("p.note", {}, `By ${found.model}.`));
       hints(this.output, this.visit.signal);
       if (!found.next.length) this.typed = [];
