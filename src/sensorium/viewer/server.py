@@ -1,7 +1,7 @@
 """The page that ``sensorium view`` serves: its address has a token, and it answers this machine's browsers alone.
 
 Refused before anything is read: a Host that is not loopback's (a rebound name), an Origin or Sec-Fetch-Site of another
-site, a path that does not begin with the token (as any unknown path: 404), any method but GET and HEAD. Every name in a
+site, a path that does not begin with the token (as any unknown path: 404), any method but GET. Every name in a
 query is looked up among the runs and their indexed episodes, so no path is made of what was sent. Under the content
 security policy of all that is served, markup of an episode could run and load nothing, should it ever reach the page as
 such.
@@ -60,7 +60,7 @@ KEPT = {"Cache-Control": "private, no-cache"}  # kept with its tag: a new run in
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 FILMS = {"gif": "image/gif", "mp4": "video/mp4"}
 ASSETS = ("viewer", "report")
-POSTED = "api/what_if/"  # the only requests that are not GET or HEAD
+POSTED = "api/what_if/"  # the only requests that are not GET
 
 Json = dict[str, Any]
 
@@ -109,8 +109,8 @@ class Gate:
                 refusal = PlainTextResponse("Another site asks.\n", 403)
             elif kind != "application/json":  # which no form of a page can send
                 refusal = PlainTextResponse("A request is JSON.\n", 415)
-        elif scope["method"] not in ("GET", "HEAD"):
-            refusal = PlainTextResponse("Only GET and HEAD.\n", 405, {"Allow": "GET, HEAD"})
+        elif scope["method"] != "GET":
+            refusal = PlainTextResponse("Only GET.\n", 405, {"Allow": "GET"})
         if refusal is not None:
             await refusal(scope, receive, guarded)
             return

@@ -11,7 +11,7 @@ const UNSURE = 2; // an entropy in nats
 const MISMATCHED = 0.1; // a difference of log-probs that bfloat16 does not explain
 const MOST_TOKENS = 20_000; // that are coloured at first
 const TIME = /\b(?:(\d{1,2}):)?(\d{1,2}):(\d{2}(?:\.\d+)?)\b|\b(\d{1,5}(?:\.\d+)?)\s?(?:s|secs?|seconds?)\b/g;
-const CALL = /<tool_call>\s*([\s\S]*?)\s*<\/tool_call>/g;
+const CALL = /<tool_call>((?:(?!<tool_call>)[\s\S])*?)<\/tool_call>/g; // linear in a text of many that are not closed
 
 /** How tokens can be coloured: what the number is called, its value for a token, and its tint (sign and share). */
 const COLOURINGS = {
