@@ -16,7 +16,7 @@ from sensorium.runs.durable import read_rows
 from sensorium.runs.episodes import TRANSCRIPTS, write_episodes
 from sensorium.runs.metrics import MetricsFile, Notice, write_notice
 from sensorium.runs.run_directory import RunDirectory, lock_run
-from sensorium.viewer.episode import places_in, places_named
+from sensorium.viewer.episode import places_in, places_named, places_of
 from sensorium.viewer.index import EpisodeIndex
 from sensorium.viewer.runs import ViewedRun, charts
 from sensorium.viewer.server import HEADERS, make_view
@@ -394,3 +394,5 @@ def test_places_named_by_an_environment() -> None:
         "deep": {"a": {"b": {"c": {"point": [1, 2]}}}},
     }
     assert [(one["kind"], one["by"]) for one in places_named(info)] == [("point", "click"), ("box", "bbox")]
+    assert [one["of"] for one in places_of("click(80, 105)", {"screen": [160, 210]})] == [[160, 210]]
+    assert all("of" not in one for one in places_of("click(80, 105)", {"screen": [0, 210]}))

@@ -199,8 +199,15 @@ def _turn(turn: Turn, credit: EpisodeCredit, numbers: Mapping[Media, int]) -> Js
         "parts": turn.parts,
         "info": _plain(turn.info),
         "cut": turn.cut,
-        "places": [*places_in(response.text), *places_named(turn.info)][:MOST_PLACES],
+        "places": places_of(response.text, turn.info)[:MOST_PLACES],
     }
+
+
+def places_of(text: str, info: Any) -> list[Json]:
+    """The places that a response and the environment name. ``screen`` in its info: the size that they are positions in."""
+    size = info.get("screen") if isinstance(info, Mapping) else None
+    known = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int | float) and n > 0 for n in size)
+    return [{**place, "of": list(size)} if known else place for place in (*places_in(text), *places_named(info))]
 
 
 def places_in(text: str) -> list[Json]:

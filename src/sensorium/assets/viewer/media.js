@@ -7,6 +7,7 @@ const FILM_MS = 500;
 
 /** Where a place lies in a picture of this size, in pixels: [x, y] or [x0, y0, x1, y1]. */
 export function located(place, width, height, scale) {
+  if (place.of && scale === "auto" && place.kind !== "percent") return place.at.map((value, i) => (value / place.of[i % 2]) * (i % 2 ? height : width));
   const most = Math.max(...place.at);
   const fraction = place.at.some((value) => value % 1) && most <= 1;
   const inside = place.at.every((value, i) => value <= (i % 2 ? height : width));
