@@ -129,12 +129,14 @@ def watched(folder: Path, steps: int) -> dict[str, float]:
         changed, over = threading.Event(), threading.Event()
 
         def follow() -> None:
-            with page.stream("GET", "api/events", params={"run": id}) as lines:
-                for line in lines.iter_lines():
-                    if line.startswith("data:"):
-                        changed.set()
-                    if over.is_set():
-                        return
+            try:
+                with page.stream("GET", "api/events", params={"run": id}) as lines:
+                    for line in lines.iter_lines():
+                        if line.startswith("data:"):
+                            changed.set()
+            except httpx.HTTPError:
+                if not over.is_set():  # else the page was closed
+                    raise
 
         threading.Thread(target=follow, daemon=True).start()
         while training.poll() is None:
