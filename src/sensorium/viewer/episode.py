@@ -206,8 +206,10 @@ def _turn(turn: Turn, credit: EpisodeCredit, numbers: Mapping[Media, int]) -> Js
 def places_of(text: str, info: Any) -> list[Json]:
     """The places that a response and the environment name. ``screen`` in its info: the size that they are positions in."""
     size = info.get("screen") if isinstance(info, Mapping) else None
-    known = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int | float) and n > 0 for n in size)
-    return [{**place, "of": list(size)} if known else place for place in (*places_in(text), *places_named(info))]
+    of: Json = {}
+    if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int | float) and n > 0 for n in size):
+        of = {"of": list(size)}
+    return [{**place, **of} for place in (*places_in(text), *places_named(info))]
 
 
 def places_in(text: str) -> list[Json]:
