@@ -5,12 +5,15 @@ words by a power law), indexes it, and asks for the first page, for searches, an
 changes, three times each. Prints the slowest of the three in seconds of wall clock and of CPU with the number of episodes
 found, the sizes of logs and index, and the memory that this took beside the imports.
 
-``--watched STEPS`` measures what watching costs instead: recipes/shapes.yaml is trained for so many steps, while this
-process serves the run and asks for what an open page asks for. Prints CPU seconds of both, the page's requests included.
+``--watched STEPS`` measures what watching costs instead: recipes/shapes.yaml is trained for so many steps, with and without
+a viewer whose page follows it, in ``--pairs`` pairs of equal runs. Prints by what share the CPU and wall seconds of a step
+grow, with an interval, and the viewer's CPU time while the run goes on as a share of the run's.
 """
 
 import argparse
 import json
+import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,20 +21,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
+import numpy as np
 
 from sensorium.runs.durable import read_rows, write_rows, write_whole
 from sensorium.runs.episodes import EpisodeCredit, write_episodes
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.viewer import View
 from sensorium.viewer.index import EpisodeIndex, Search
 from sensorium.viewer.runs import Rescoring
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 
 STEP, GROUP, TOKENS, WORDS = 256, 8, 96, 20_000
+PAGE_SHARE, PAGE_LONGEST_S = 0.0025, 20.0  # as assets/viewer/runs.js has them
 SEARCHES = {
     "first page": Search(),
     "page 1,000": Search(offset=50_000),
@@ -39,9 +45,12 @@ SEARCHES = {
     "a frequent word, by surprise": Search(text="w0", sort="surprise"),
     "two frequent words, by reward": Search(text="w0 w1", sort="reward"),
     "a rare word": Search(text="w1900"),
+    "four frequent words": Search(text="w0 w1 w2 w3"),
     "a phrase of the response": Search(text='response:"w0 w1"'),
+    "a phrase that all hold": Search(text='"w0 w0"'),
     "a word of the prompt": Search(text="prompt:w3", sort="disagreement"),
     "the beginning of words": Search(text="w12*"),
+    "the beginning of all words": Search(text="w*"),
     "by advantage, lowest first": Search(sort="advantage", ascending=True),
     "by disagreement": Search(sort="disagreement"),
     "a range of the reward": Search(low=0.95, high=0.97),
@@ -116,41 +125,108 @@ def measured(work: Callable[[], int]) -> tuple[int, list[float]]:
     return count, [round(max(walls), 3), round(max(cpus), 3)]
 
 
-def watched(folder: Path, steps: int) -> dict[str, float]:
-    """CPU seconds of a run, and of what it takes to watch it, from its first step to its last."""
-    run = RunDirectory(folder / "run")
-    command = [sys.executable, "-m", "sensorium", "train", "recipes/shapes.yaml", f"run_dir={run.path}", f"steps={steps}"]
-    training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not run.metrics.exists() and training.poll() is None:
-        time.sleep(0.2)
-    began, asked = time.process_time(), 0
-    with View([folder]) as view, httpx.Client(base_url=view.address, timeout=600) as page:
-        (id,) = [one["id"] for one in page.get("api/runs").json()["runs"]]
-        changed, over = threading.Event(), threading.Event()
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process of Linux and of its children, those that have ended included."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        children = [child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+        return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK") + sum(cpu_s(int(child)) for child in children)
+    return 0.0
 
-        def follow() -> None:
-            try:
-                with page.stream("GET", "api/events", params={"run": id}) as lines:
-                    for line in lines.iter_lines():
-                        if line.startswith("data:"):
-                            changed.set()
-            except httpx.HTTPError:
-                if not over.is_set():  # else the page was closed
-                    raise
 
-        threading.Thread(target=follow, daemon=True).start()
-        while training.poll() is None:
-            if changed.wait(0.5):
+def follow(address: str, over: threading.Event) -> None:
+    """Ask for what the page of the only run asks for, as often as it does."""
+    changed = threading.Event()
+    with httpx.Client(base_url=address, timeout=600) as page:
+        while not (runs := page.get("api/runs").json()["runs"]):
+            over.wait(1)
+        id = runs[0]["id"]
+
+        def listen() -> None:
+            with suppress(httpx.HTTPError), page.stream("GET", "api/events", params={"run": id}) as lines:
+                for line in lines.iter_lines():
+                    if line.startswith("data:"):
+                        changed.set()
+
+        threading.Thread(target=listen, daemon=True).start()
+        while not over.is_set():
+            if changed.wait(0.2):
                 changed.clear()
+                started = time.perf_counter()
                 metrics = page.get("api/run", params={"run": id}).json()["metrics"]
                 page.get("api/charts", params={"runs": id, "metrics": ",".join(metrics[:12])})
-                asked += 1
-                time.sleep(2)  # as the page does
-        spent = time.process_time() - began
-        over.set()
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    trained = usage.ru_utime + usage.ru_stime
-    return {"run_cpu_s": trained, "viewer_cpu_s": spent, "share": spent / trained, "redrawn": asked}
+                page.get("api/episodes", params={"run": id})
+                over.wait(max(2.0, min(PAGE_LONGEST_S, (time.perf_counter() - started) / PAGE_SHARE)))
+
+
+def train(run: RunDirectory, steps: int, *, watch: bool) -> dict[str, Any]:
+    """Train recipes/shapes.yaml; the CPU and wall seconds of its steps, and the CPU seconds of a viewer that follows it."""
+    sensorium, over, found = [sys.executable, "-m", "sensorium"], threading.Event(), dict[str, Any]()
+    run.path.parent.mkdir(parents=True)
+    with ExitStack() as ending:
+        if watch:
+            command = [*sensorium, "view", str(run.path.parent), "--no-open", "--device", "cpu"]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            viewing = ending.enter_context(subprocess.Popen(command, **pipes))
+            ending.callback(viewing.terminate)
+            address = re.search(r"http://\S+/", viewing.stdout.readline())[0]
+            found["viewer_start_s"] = cpu_s(viewing.pid)
+            watching = threading.Thread(target=follow, args=(address, over), daemon=True)
+            watching.start()
+        command = [*sensorium, "train", "recipes/shapes.yaml", f"run_dir={run.path}", f"steps={steps}"]
+        training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        cpus, size = list[float](), 0
+        while training.poll() is None:
+            with suppress(OSError):
+                if (now := run.metrics.stat().st_size) > size:
+                    size = now
+                    cpus.append(cpu_s(training.pid))
+            time.sleep(0.02)
+        if watch:
+            found["viewer_s"] = cpu_s(viewing.pid) - found["viewer_start_s"]
+            over.set()
+            watching.join(10)
+    rows = list(read_rows(run.metrics))
+    if training.returncode not in (0, 3) or len(rows) != steps or len(cpus) != steps:
+        raise SystemExit(f"the run ended with {training.returncode} after {len(rows)} of {steps} steps")
+    return found | {"cpu": np.diff(cpus), "wall": np.array([row["time/step_s"] for row in rows])[1:], "run_s": cpus[-1]}
+
+
+def watched(folder: Path, steps: int, pairs: int) -> dict[str, Any]:
+    """By how much a run's steps take longer while a page follows it: pairs of equal runs, first one then the other first.
+
+    A run on a CPU is a function of recipe and seed, so the steps of a pair do the same. The intervals (95 %) are
+    bootstrapped over stretches of five steps.
+    """
+    ratios: dict[str, list[float]] = {"cpu": [], "wall": []}
+    viewer, run, starts = 0.0, 0.0, []
+    for pair in range(pairs):
+        both = {}
+        for watch in (pair % 2 == 0, pair % 2 == 1):
+            both[watch] = train(RunDirectory(folder / f"{pair}_{watch}/run"), steps, watch=watch)
+            print(
+                json.dumps({"pair": pair, "watched": watch, "step_cpu_s": round(float(both[watch]["cpu"].mean()), 4)}),
+                flush=True,
+            )
+        for name, found in ratios.items():
+            found += [*np.log(both[True][name] / both[False][name])]
+        viewer, run = viewer + both[True]["viewer_s"], run + both[True]["run_s"]
+        starts.append(both[True]["viewer_start_s"])
+    result: dict[str, Any] = {"steps": steps - 1, "pairs": pairs}
+    random = np.random.default_rng(0)
+    for name, found in ratios.items():
+        blocks = np.array_split(np.array(found), max(1, len(found) // 5))
+        means = np.array([block.mean() for block in blocks])
+        drawn = random.choice(means, (2000, len(means))).mean(1)
+        low, high = np.quantile(drawn, (0.025, 0.975))
+        result[f"{name}_of_a_step"] = {"more_by": round(float(means.mean()), 4), "between": [round(low, 4), round(high, 4)]}
+    share = round(viewer / run, 5)
+    return result | {
+        "run_cpu_s": round(run, 1),
+        "viewer_cpu_s": round(viewer, 2),
+        "share": share,
+        "viewer_start_s": max(starts),
+    }
 
 
 def most_mib() -> float:
@@ -162,10 +238,11 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--folder", type=Path, help="keep the run here, and use the one that is there")
     parser.add_argument("--watched", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--pairs", type=int, default=1, help="of runs, with --watched")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         if arguments.watched:
-            print(json.dumps(watched(Path(made), arguments.watched), indent=1))
+            print(json.dumps(watched(Path(made), arguments.watched, arguments.pairs), indent=1))
             return
         folder = arguments.folder or Path(made) / "run"
         run = RunDirectory(folder) if (folder / "recipe.yaml").exists() else write_run(folder, arguments.episodes)

@@ -6,8 +6,9 @@ import shutil
 import sqlite3
 import threading
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -288,17 +289,40 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> EpisodeIndex:
     return index
 
 
-def test_a_page_by_any_order_is_read_from_its_index_and_sorts_nothing(tmp_path: Path) -> None:
-    """What bench/view_index.py measures with 100,000 episodes: no page sorts them all."""
-    index = EpisodeIndex(write_run(tmp_path / "run", 256))
+def test_words_are_looked_up_once_pages_are_read_in_order_and_filters_visit_no_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bench/view_index.py measures with 100,000 episodes: nothing sorts or counts them all."""
+    index, asked, connect = EpisodeIndex(write_run(tmp_path / "run", 256)), list[str](), sqlite3.connect
     index.update()
-    with sqlite3.connect(index.path) as db:
-        for sort in get_args(Sort):
-            if sort != "term":
-                asked = f"EXPLAIN QUERY PLAN SELECT e.id FROM episodes e WHERE 1 ORDER BY e.{sort} DESC, e.id DESC LIMIT 50"
-                plan = " ".join(row[3] for row in db.execute(asked))
-                assert f"by_{sort}" in plan
-                assert "TEMP B-TREE" not in plan
+    sorts = [sort for sort in get_args(Sort) if sort != "term"]
+    whole = {sort: found(index, sort=sort, limit=200) for sort in sorts}
+    few = {sort: found(index, sort=sort, text='"w0 w1" w0* prompt:w1', limit=200) for sort in sorts}
+
+    def traced(*given: Any, **more: Any) -> sqlite3.Connection:
+        db = connect(*given, **more)
+        db.set_trace_callback(asked.append)
+        return db
+
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    monkeypatch.setattr("sensorium.viewer.index.FEW", 10)
+    for sort in sorts:
+        assert found(index, sort=sort, limit=20, offset=40) == whole[sort][40:60]
+        assert found(index, sort=sort, text='"w0 w1" w0* prompt:w1', limit=20) == few[sort][:20]
+    facets = index.facets()
+    assert [facets["log"][0]["count"], facets["category"][0]["count"], facets["count"]] == [256, 256, 256]
+    assert facets["terms"] == ["exact", "format"]
+    pages = [one for one in asked if "LIMIT 20 " in one]
+    assert len(pages) == 2 * len(sorts)
+    assert sum("SELECT rowid FROM words" in one for one in asked) == len(sorts), "w0* is in all of them"
+    with closing(connect(index.path)) as db:
+        db.execute("CREATE TEMP TABLE hits (id INTEGER PRIMARY KEY)")
+        for one in [*pages, *(one for one in asked if "GROUP BY" in one or "DISTINCT" in one)]:
+            plan = " ".join(row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {one}"))
+            assert "SCAN episodes" not in plan, plan
+            if one in pages:
+                assert "SCAN r USING" in plan, plan
+                assert "TEMP B-TREE" not in plan, plan
 
 
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
     pytest.skip("there is no Chromium: apt install chromium", allow_module_level=True)
 
-from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
 
 expect.set_options(timeout=30_000)  # the machine may be shared
 MARKUP = '<img src=x onerror="document.title=1">'
@@ -125,6 +125,15 @@ class Visit:
 
     def keep(self, name: str) -> None:
         self.page.screenshot(path=self.shots / f"{name}.png", full_page=True)
+
+    def draw(self, over: Locator, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Move the pressed pointer over an element, between places in shares of its size."""
+        over.scroll_into_view_if_needed()
+        box = over.bounding_box()
+        assert box is not None
+        for i, (x, y) in enumerate((start, end)):
+            self.page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+            self.page.mouse.up() if i else self.page.mouse.down()
 
     def narrow(self) -> int:
         """By how many pixels the page is wider than its window."""
@@ -252,6 +261,18 @@ def test_tokens_media_and_places_of_an_episode_are_shown_together(visit: Visit) 
     page.wait_for_function("document.querySelector('video').readyState > 0")
     assert page.locator("video").evaluate("one => one.currentTime") == pytest.approx(1.0, abs=0.05)
     visit.keep("episode")
+    page.keyboard.press("w")
+    editor = page.locator(".editor").first
+    editor.locator("canvas.still").wait_for()
+    visit.draw(editor.locator(".drawing"), (0.25, 0), (0.75, 0.5))
+    expect(editor.get_by_label("box %")).to_have_value(re.compile("2[456] 0 7[456] (49|50|51)"))
+    editor.get_by_role("button", name="blur").click()
+    visit.draw(editor.locator(".wave"), (0, 0.5), (0.5, 0.5))
+    assert float(editor.get_by_label("to s").input_value()) == pytest.approx(1.5, abs=0.1)
+    editor.get_by_role("button", name="mute").click()
+    expect(page.locator(".what-if .chips .chip")).to_have_text([re.compile("blur 2. 0 7"), re.compile("mute 0 to 1")])
+    visit.keep("what_if_clip")
+    page.keyboard.press("w")
     expect(page.locator("aside .found a")).to_have_count(2)
     page.locator("aside .found a").nth(1).click()
     expect(page.locator(".facts").first).to_contain_text("attempt 2 of 2")
@@ -433,14 +454,7 @@ def test_a_model_is_asked_what_if_on_a_desk_and_on_a_phone(browser: Browser, tmp
         page.locator(".found a").first.click()
         page.locator(".turn").first.wait_for()
         page.keyboard.press("w")
-        drawing = page.locator(".drawing")
-        drawing.wait_for()
-        box = drawing.bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + 1, box["y"] + 1)
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"])
-        page.mouse.up()
+        visit.draw(page.locator(".drawing"), (0.01, 0.01), (0.5, 1))
         expect(page.get_by_label("box %")).to_have_value(re.compile(r"[0-2] [0-2] (49|50|51) 100"))
         page.get_by_role("button", name="blur", exact=True).click()
         page.get_by_label("box %").fill("0 0 100 100")

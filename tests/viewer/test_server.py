@@ -1,6 +1,9 @@
 """What the page's server gives to its page, and what it refuses everybody else."""
 
+import math
+import os
 import re
+import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -18,7 +21,7 @@ from sensorium.runs.metrics import MetricsFile, Notice, write_notice
 from sensorium.runs.run_directory import RunDirectory, lock_run
 from sensorium.viewer.episode import places_in, places_named, places_of
 from sensorium.viewer.index import EpisodeIndex
-from sensorium.viewer.runs import ViewedRun, charts
+from sensorium.viewer.runs import INDEX_S, INDEX_SHARE, ViewedRun, charts
 from sensorium.viewer.server import HEADERS, make_view
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 from sensorium.vocabulary.content import Media
@@ -94,6 +97,27 @@ def test_curves_begin_before_training_and_small_values_are_seen(tmp_path: Path) 
     assert max(heights) - min(heights) > 50
     (run.eval / "step_000000_eval.json").write_text('{"accuracy": [')
     assert viewed.series("small", "eval/accuracy", 0).points == ((2.0, 0.5),)
+
+
+def test_beside_a_run_that_goes_on_indexing_takes_a_share_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", steps=6)
+    viewed = ViewedRun(run.path, "run")
+    with TestClient(make_view([tmp_path], TOKEN), base_url=HERE) as client:
+        id = run_named(client, "run")
+        with lock_run(run.path):
+            os.utime(run.path / "run.lock", (time.time() - 1000,) * 2)
+            assert viewed.index_s_left == pytest.approx(INDEX_S + 1000 * INDEX_SHARE, abs=0.5)
+            viewed.index_s = 10.0
+            assert viewed.index_s_left < 0
+            os.utime(run.path / "run.lock")  # it is resumed
+            assert viewed.index_s_left == pytest.approx(INDEX_S, abs=0.05)
+            monkeypatch.setattr("sensorium.viewer.runs.INDEX_S", -1.0)
+            found = get(client, "api/episodes", run=id).json()
+            assert (found["count"], found["waits"]) == (0, True)
+        assert indexed(client, id)["waits"] is False
+        assert viewed.index_s_left == math.inf
 
 
 def test_a_damaged_run_hides_neither_itself_nor_others(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import re
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -29,10 +30,11 @@ from sensorium.runs.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 
 NAME = "view.sqlite"
-VERSION = 1
-BATCH = 200  # rows of a transaction
+VERSION = 2
+BATCH = 100  # rows of a transaction
 LONGEST, PREVIEW = 100_000, 240  # characters that are searched of a text, and shown in lists
 MOST_WORDS = 12  # of a search
+FEW = 2000  # episodes that are sorted for a page
 TRAINING = "train"
 
 SCHEMA = """
@@ -43,8 +45,9 @@ CREATE TABLE episodes (id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, leng
   failed INTEGER, turns INTEGER, tokens INTEGER, advantage REAL, surprise REAL, disagreement REAL, prompt INTEGER);
 CREATE TABLE previews (id INTEGER PRIMARY KEY, prompt TEXT, response TEXT, failure TEXT, medium TEXT, hash TEXT);
 CREATE TABLE terms (episode INTEGER, name TEXT, value REAL, PRIMARY KEY (episode, name)) WITHOUT ROWID;
-CREATE VIRTUAL TABLE words USING fts5 (response, seen, judge, failure);
-CREATE VIRTUAL TABLE prompts USING fts5 (prompt);
+CREATE TABLE counts (part TEXT, name TEXT, file INTEGER, n INTEGER, PRIMARY KEY (part, name, file)) WITHOUT ROWID;
+CREATE VIRTUAL TABLE words USING fts5 (response, seen, judge, failure, prefix='1 2');
+CREATE VIRTUAL TABLE prompts USING fts5 (prompt, prefix='1 2');
 CREATE INDEX by_file ON episodes (file, attempts);
 CREATE INDEX by_name ON episodes (name);
 CREATE INDEX by_task ON episodes (task, step);
@@ -55,8 +58,11 @@ CREATE INDEX by_surprise ON episodes (surprise);
 CREATE INDEX by_disagreement ON episodes (disagreement);
 CREATE INDEX by_tokens ON episodes (tokens);
 CREATE INDEX by_turns ON episodes (turns);
+CREATE INDEX by_prompt ON episodes (prompt);
 CREATE INDEX by_term ON terms (name, value);
+CREATE INDEX counts_by_file ON counts (file);
 """
+COUNTED = ("log", "category", "status", "fate")  # columns whose values filters offer
 FIELDS = ("response", "seen", "judge", "failure")
 DAMAGED = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
 """What rows raise that are not as they are written."""
@@ -65,8 +71,8 @@ Sort = Literal["step", "reward", "advantage", "surprise", "disagreement", "token
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as SQLite stores it
 MAKING = threading.Lock()
 Json = dict[str, Any]
+Facets = list[tuple[str, str]]
 Found = TypeVar("Found")
-CHEAP_S, FACETS_SHARE = 0.02, 0.01  # facets that take longer are counted again so rarely that they take this share
 FRESH_S = 2.0  # a folder that changed less long ago may change again without another time of change
 
 
@@ -112,13 +118,11 @@ class EpisodeIndex:
         self._lock = threading.Lock()
         self._removed = 0
         self._seen: tuple[tuple[int, int], ...] = ()
-        self._facets: tuple[object, Json] = (None, {})
-        self._next_facets = 0.0
 
-    def update(self, until: Callable[[], bool] = lambda: False) -> bool:
+    def update(self, until: Callable[[], bool] = lambda: False, only: str = "") -> bool:
         """Read what the run has written since; True if anything changed. Returns at once where another thread does it.
 
-        ``until``: stops between batches once it is true.
+        ``until``: stops between batches once it is true. ``only``: reads no log but this one.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -127,29 +131,38 @@ class EpisodeIndex:
             if logs == self._seen and self.path.exists():
                 return False
             self.busy, self.problem = True, ""
-            changed, whole = self._repaired(lambda db: self._update(db, until))
+            changed, whole = self._repaired(lambda db: self._update(db, until, only))
             settled = whole and all(time.time_ns() - at > FRESH_S * 1e9 for _, at in logs)
-            self._seen = logs if settled and removed == self._removed else ()
+            self._seen = logs if settled and not only and removed == self._removed else ()
             return changed
         finally:
             self.busy = False
             self._lock.release()
 
+    @property
+    def behind(self) -> bool:
+        """Whether there may be logs that are not indexed."""
+        return self._logs() != self._seen
+
     def search(self, asked: Search) -> Json:
         """A page of the episodes asked for, and how many there are."""
-        where, values = _conditions(asked)
-        from_ = "episodes e"
-        column = f"e.{asked.sort}"
-        if asked.sort == "term":
-            from_ += " JOIN terms t ON t.episode = e.id AND t.name = ?"
-            column, values = "t.value", [asked.term, *values]
-        order = f"{column} ASC NULLS LAST, e.id ASC" if asked.ascending else f"{column} DESC, e.id DESC"
-        some = f"FROM {from_} WHERE {where}"
+        by_term = asked.sort == "term"
+        table, id, key = ("terms", "episode", "value") if by_term else ("episodes", "id", asked.sort)
+        direction = "ASC" if asked.ascending else "DESC"
+        nulls = " NULLS LAST" if asked.ascending else ""
+        page = f"ORDER BY r.{key} {direction}{nulls}, r.{id} {direction} LIMIT ? OFFSET ?"
+        wanted, values = ("r.name = ?", [asked.term]) if by_term else ("1", [])
 
         def read(db: sqlite3.Connection) -> Json:
-            (count,) = db.execute(f"SELECT COUNT(*) {some}", values).fetchone()
+            count = _find(db, asked)
+            if count is None:
+                count, some = _all(db), f"{table} r WHERE {wanted}"
+            elif count < FEW:  # these are sorted; of many, the order's index is followed until the page is full
+                some = f"hits h CROSS JOIN {table} r ON r.{id} = h.id WHERE {wanted}"
+            else:
+                some = f"{table} r WHERE {wanted} AND +r.{id} IN hits"  # the plus: not sorted
             bound = [*values, asked.limit, asked.offset]
-            ids = [row[0] for row in db.execute(f"SELECT e.id {some} ORDER BY {order} LIMIT ? OFFSET ?", bound)]
+            ids = [row[0] for row in db.execute(f"SELECT r.{id} FROM {some} {page}", bound)]
             return {"count": count, "episodes": _rows(db, ids)}
 
         return self._ask(read)
@@ -161,35 +174,23 @@ class EpisodeIndex:
     def facets(self) -> Json:
         """What can be asked for: logs, categories, statuses, fates, terms, and the range of steps; and how much is read.
 
-        Of a large index all but the count may be some seconds old while the run writes.
+        Counted while indexing, so no episode is visited.
         """
 
         def read(db: sqlite3.Connection) -> Json:
-            key = db.execute("SELECT COUNT(*), SUM(read), MAX(changed) FROM files").fetchone()
-            if self._facets[0] == key:
-                return self._facets[1]
-            if time.monotonic() < self._next_facets:
-                (count,) = db.execute("SELECT COUNT(*) FROM episodes").fetchone()
-                return self._facets[1] | {"count": count}
-            started, spent = time.monotonic(), time.thread_time()
+            def counted(part: str) -> list[Json]:
+                asked = "SELECT name, SUM(n) total FROM counts WHERE part = ? GROUP BY name ORDER BY total DESC LIMIT 100"
+                return [{"name": name, "count": count} for name, count in db.execute(asked, (part,))]
 
-            def counted(column: str) -> list[Json]:
-                rows = db.execute(f"SELECT {column}, COUNT(*) n FROM episodes GROUP BY {column} ORDER BY n DESC LIMIT 100")
-                return [{"name": name, "count": count} for name, count in rows if name]
-
-            first, last, count = db.execute("SELECT MIN(step), MAX(step), COUNT(*) FROM episodes").fetchone()
-            names = db.execute("SELECT DISTINCT name FROM terms ORDER BY name LIMIT 200").fetchall()
+            steps = db.execute("SELECT (SELECT MIN(step) FROM episodes), (SELECT MAX(step) FROM episodes)").fetchone()
+            names = db.execute("SELECT DISTINCT name FROM counts WHERE part = 'term' ORDER BY name LIMIT 200").fetchall()
             problems = db.execute("SELECT name, problem FROM files WHERE problem != '' LIMIT 20").fetchall()
-            found = {name: counted(name) for name in ("log", "category", "status", "fate")} | {
+            return {part: counted(part) for part in COUNTED} | {
                 "terms": [name for (name,) in names],
-                "steps": [first, last],
-                "count": count,
+                "steps": [*steps],
+                "count": _all(db),
                 "problems": [f"{name}: {problem}" for name, problem in problems],
             }
-            self._facets = (key, found)
-            spent = time.thread_time() - spent
-            self._next_facets = started + (spent / FACETS_SHARE if spent > CHEAP_S else 0.0)
-            return found
 
         return self._ask(read)
 
@@ -206,7 +207,7 @@ class EpisodeIndex:
                 if row["episode"]["id"] == name:
                     return row
             self._seen = ()  # the log was rewritten meanwhile
-            self.update()
+            self.update(only=log)
         return None
 
     def picture(self, log: str, name: str) -> str:
@@ -300,13 +301,16 @@ class EpisodeIndex:
         self._seen = ()
         self._removed += 1
 
-    def _update(self, db: sqlite3.Connection, until: Callable[[], bool]) -> tuple[bool, bool]:
+    def _update(self, db: sqlite3.Connection, until: Callable[[], bool], only: str) -> tuple[bool, bool]:
         """Index what changed. Returns whether anything did, and whether the index is whole now."""
         known = {row[1]: row for row in db.execute("SELECT id, name, inode, changed, size, whole FROM files")}
         there: dict[str, Path] = {}
         for folder in (self.run.episodes, self.run.eval):
             logs = (path for path in folder.glob("step_*.jsonl") if path.is_file())  # a pipe would never end
             there |= {f"{folder.name}/{path.name}": path for path in logs}
+        if only:
+            known = {name: row for name, row in known.items() if name == only}
+            there = {name: path for name, path in there.items() if name == only}
         changed, whole = False, True
         for name in known.keys() - there.keys():
             self._drop(db, known[name][0])
@@ -332,6 +336,7 @@ class EpisodeIndex:
             for table, column in (("words", "rowid"), ("prompts", "rowid"), ("previews", "id"), ("terms", "episode")):
                 db.execute(f"DELETE FROM {table} WHERE {column} IN {mine}", (file,))
             db.execute("DELETE FROM episodes WHERE file = ?", (file,))
+            db.execute("DELETE FROM counts WHERE file = ?", (file,))
             db.execute("DELETE FROM files WHERE id = ?", (file,))
 
     def _read(
@@ -361,6 +366,7 @@ class EpisodeIndex:
             with _writing(db):
                 if db.execute(known, (name, *state)).fetchone() != (id, place, problem):
                     return False  # another process has read on
+                counts: Counter[tuple[str, str]] = Counter()
                 for _ in range(BATCH):
                     line = file.readline()
                     if not line.endswith(b"\n"):  # the end, or a row that is just being written
@@ -368,11 +374,13 @@ class EpisodeIndex:
                         _set_disagreement(db, id)
                         break
                     try:
-                        _insert(db, id, log, place, line, transcripts)
+                        counts.update(_insert(db, id, log, place, line, transcripts))
                     except DAMAGED as error:
                         damage = f"the row at byte {place:,} cannot be read ({type(error).__name__}: {error})"
                         problem = problem or f"{damage[:300]}; it and other damaged rows are left out"
                     place += len(line)
+                add = "INSERT INTO counts VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
+                db.executemany(add, [(*key, id, n) for key, n in counts.items()])
                 now = (place, ended, problem, id)
                 db.execute("UPDATE files SET read = ?, whole = ?, problem = ? WHERE id = ?", now)
         return True
@@ -461,8 +469,8 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
     return type(error) is sqlite3.DatabaseError or "no such" in str(error) or "malformed" in str(error)
 
 
-def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes, transcripts: _Transcripts) -> None:
-    """Index one row of a log."""
+def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes, transcripts: _Transcripts) -> Facets:
+    """Index one row of a log; returns what it counts for in ``counts``."""
     row = from_json(line)
     episode, task = row["episode"], row["task"]
     table, turns, scores = episode.get("segments", []), episode.get("turns", []), episode.get("scores", [])
@@ -529,6 +537,7 @@ def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes
         ),
     )
     db.executemany("INSERT INTO terms VALUES (?, ?, ?)", [(id, name, value) for name, value in terms.items()])
+    return [*((part, str(values[part])) for part in COUNTED if values[part]), *(("term", name) for name in terms)]
 
 
 def term_values(scores: list[Json]) -> dict[str, float | None]:
@@ -576,8 +585,51 @@ def _text_of(messages: list[Json]) -> str:
     return "\n".join(block["text"] for message in messages for block in message["content"] if block.get("text"))
 
 
-def _conditions(asked: Search) -> tuple[str, list[Any]]:
-    """The condition of a search in SQL, with its values."""
+def _all(db: sqlite3.Connection) -> int:
+    """How many episodes there are."""
+    return int(db.execute("SELECT TOTAL(n) FROM counts WHERE part = 'log'").fetchone()[0])
+
+
+def _count_word(db: sqlite3.Connection, match: str) -> int:
+    return int(db.execute("SELECT COUNT(*) FROM words WHERE words MATCH ?", (match,)).fetchone()[0])
+
+
+def _find(db: sqlite3.Connection, asked: Search) -> int | None:
+    """Fill the temporary table ``hits`` with the episodes that are searched for; returns their count, or None for all.
+
+    Each text is looked up once, into a table of its own. Then count and page need no second search.
+    """
+    parts, values = _conditions(asked)
+    whole = _all(db)
+    db.execute("PRAGMA temp_store = MEMORY")
+    found: list[tuple[int, str]] = []
+    for number, (field, spelled) in enumerate(_words(asked.text)):
+        table, count, match = f"word{number}", 0, f"{field} : {spelled}" if field else spelled
+        if field != "prompt" and " " not in spelled and _count_word(db, match) == whole:
+            continue  # a word that all hold restricts nothing, and to count it is cheap
+        db.execute(f"CREATE TEMP TABLE {table} (id INTEGER PRIMARY KEY)")
+        if field != "prompt":
+            count = db.execute(f"INSERT INTO {table} SELECT rowid FROM words WHERE words MATCH ?", (match,)).rowcount
+        if field in ("", "prompt") and count < whole:
+            inside = "SELECT rowid FROM prompts WHERE prompts MATCH ?"
+            add = f"INSERT OR IGNORE INTO {table} SELECT id FROM episodes INDEXED BY by_prompt WHERE prompt IN ({inside})"
+            count += db.execute(add, (spelled,)).rowcount
+        if count < whole:
+            found.append((count, table))
+    tables = [table for _, table in sorted(found)]
+    if not tables and not parts:
+        return None
+    if len(tables) == 1 and not parts:
+        db.execute(f"ALTER TABLE temp.{tables[0]} RENAME TO hits")
+        return int(db.execute("SELECT COUNT(*) FROM hits").fetchone()[0])
+    db.execute("CREATE TEMP TABLE hits (id INTEGER PRIMARY KEY)")
+    some = f"{tables[0]} h CROSS JOIN episodes e ON e.id = h.id" if tables and parts else f"{[*tables, 'episodes'][0]} e"
+    parts += [f"e.id IN {table}" for table in tables[1:]]
+    return db.execute(f"INSERT INTO hits SELECT e.id FROM {some} WHERE {' AND '.join(parts)}", values).rowcount
+
+
+def _conditions(asked: Search) -> tuple[list[str], list[Any]]:
+    """The conditions of a search besides its texts in SQL, with their values."""
     parts: list[str] = []
     values: list[Any] = []
 
@@ -602,18 +654,9 @@ def _conditions(asked: Search) -> tuple[str, list[Any]]:
     if asked.term and not (asked.low is None and asked.high is None):
         low, high = (-1e300 if asked.low is None else asked.low), (1e300 if asked.high is None else asked.high)
         add("e.id IN (SELECT episode FROM terms WHERE name = ? AND value BETWEEN ? AND ?)", asked.term, low, high)
-    elif asked.term and asked.sort != "term":
+    elif asked.term or asked.sort == "term":
         add("e.id IN (SELECT episode FROM terms WHERE name = ?)", asked.term)
-    for field, spelled in _words(asked.text):
-        inside = "e.id IN (SELECT rowid FROM words WHERE words MATCH ?)"
-        before = "e.prompt IN (SELECT rowid FROM prompts WHERE prompts MATCH ?)"
-        if field == "prompt":
-            add(before, spelled)
-        elif field:
-            add(inside, f"{field} : {spelled}")
-        else:
-            add(f"({inside} OR {before})", spelled, spelled)
-    return " AND ".join(parts) or "1", values
+    return parts, values
 
 
 def _words(text: str) -> list[tuple[str, str]]:

@@ -3,11 +3,13 @@ episodes were scored again (``sensorium rescore``)."""
 
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
 import socket
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +26,7 @@ from sensorium.report.tables import rescoring_grids
 from sensorium.runs.durable import read_json
 from sensorium.runs.metrics import read_health
 from sensorium.runs.process_table import alive, read_processes
+from sensorium.runs.run_directory import NAME as LOCK
 from sensorium.runs.run_directory import RunDirectory, last_holder
 from sensorium.viewer.index import DAMAGED, EpisodeIndex, term_values
 from sensorium.vocabulary.errors import RecordError, SensoriumError
@@ -40,6 +43,7 @@ NEXT = ("policy/entropy", "policy/grad_norm", "mismatch/kl", "episodes/length_me
 UNINTERESTING = ("name", "run_dir")  # keys of recipes in which runs always differ
 RESCORING, RESCORED = "rescoring.json", "episodes.jsonl"
 MOST_RESCORINGS = 20  # of a run, the newest
+INDEX_SHARE, INDEX_S = 0.003, 0.1  # while a run goes on here, indexing takes this share of its time, and so much at first
 EPSILON = 1e-9  # advantages below it are 0, as in a rescoring's own count
 RescoredSort = Literal["change", "gain", "loss", "step"]
 
@@ -242,6 +246,18 @@ class ViewedRun:
         self.curves = Curves(self.directory.metrics)
         self._recipe: tuple[float, Json, str] = (-1.0, {}, "")
         self._rescorings: dict[str, Rescoring] = {}
+        self.index_s = 0.0  # of CPU time that indexing took since the run was started
+        self._started = 0.0
+
+    @property
+    def index_s_left(self) -> float:
+        """Seconds of CPU time that indexing may take now: without a limit, unless the run goes on on this machine."""
+        holder, started = last_holder(self.directory.path), _changed(self.directory.path / LOCK)
+        if started != self._started:
+            self._started, self.index_s = started, 0.0
+        if holder is None or holder[1] != socket.gethostname() or not alive(holder[0]):
+            return math.inf
+        return INDEX_S + INDEX_SHARE * (time.time() - started) - self.index_s
 
     def rescorings(self) -> list[Rescoring]:
         """The rescorings in folders beside the run, the newest first."""

@@ -11,12 +11,15 @@ import asyncio
 import hashlib
 import hmac
 import json
+import math
+import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,6 +45,7 @@ EVERY_S = 1.0  # between looks at a run that is followed
 GLANCE_S = 0.2  # in which a stream notices that the viewer ends
 BEAT_S = 15.0  # between lines of a stream on which nothing happens, so that a closed page is noticed
 MOST_STREAMS, MOST_DECODINGS, MOST_OPEN = 32, 2, 4
+INDEX_NICE = 5  # of the thread that indexes; at 19 it would keep others from the interpreter while it waits for a core
 LONGEST_LIST = 40  # metrics of a request for charts
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
@@ -129,7 +133,7 @@ class Viewer:
         self._media: dict[str, RunMedia] = {}
         self._lock = threading.Lock()
         self._waiting: set[str] = set()
-        self._indexing = ThreadPoolExecutor(1, thread_name_prefix="index")
+        self._indexing = ThreadPoolExecutor(1, thread_name_prefix="index", initializer=_lower_priority)
         self.look()
 
     def look(self) -> list[ViewedRun]:
@@ -151,10 +155,11 @@ class Viewer:
 
     def index(self, run: ViewedRun) -> EpisodeIndex:
         """A run's index, which is brought up to date by the thread that indexes."""
+        left = run.index_s_left
         with self._lock:
-            if run.id not in self._waiting and not self.closed.is_set():
+            if left > 0 and run.id not in self._waiting and not self.closed.is_set():
                 self._waiting.add(run.id)
-                self._indexing.submit(self._indexed, run)
+                self._indexing.submit(self._indexed, run, left)
         return run.index
 
     def facets(self, run: ViewedRun) -> Json:
@@ -168,13 +173,16 @@ class Viewer:
             }  # fmt: skip
         return found | {"problems": [*found["problems"], *filter(None, [index.problem])]}
 
-    def _indexed(self, run: ViewedRun) -> None:
+    def _indexed(self, run: ViewedRun, left: float) -> None:
+        began = time.thread_time()
         try:
-            run.index.update(self.closed.is_set)
+            run.index.update(lambda: self.closed.is_set() or time.thread_time() - began > left)
         except Exception as error:  # the page shows it: nobody waits for what this thread returns
             known = isinstance(error, SensoriumError)
             run.index.problem = str(error) if known else f"Indexing the episodes failed: {type(error).__name__}: {error}"
         finally:
+            if left < math.inf:
+                run.index_s += time.thread_time() - began
             with self._lock:
                 self._waiting.discard(run.id)
 
@@ -203,6 +211,13 @@ class Viewer:
         self._indexing.shutdown(cancel_futures=True)
         for media in self._media.values():
             media.close()
+
+
+def _lower_priority() -> None:
+    """Let everything else on this machine go first: runs may train here."""
+    if sys.platform == "linux":  # elsewhere it would be the priority of the whole process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), INDEX_NICE)
 
 
 def new_token() -> str:
@@ -282,10 +297,15 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
         found = viewer.several(runs)
         return _reply({"runs": [run.name for run in found], "keys": recipe_differences(found)})
 
+    def indexing(run: ViewedRun) -> Json:
+        """Whether episodes are indexed just now, or wait for their turn beside the run that goes on."""
+        return {"busy": run.index.busy, "waits": run.index_s_left <= 0 and run.index.behind}
+
     @app.get("/api/episodes")
     def episodes(asked: Annotated[_Asked, Query()]) -> Response:
-        found = viewer.index(viewer.run(asked.run))
-        return _reply(found.search(Search(**asked.model_dump(exclude={"run"}))) | {"busy": found.busy})
+        found = viewer.run(asked.run)
+        viewer.index(found)
+        return _reply(found.index.search(Search(**asked.model_dump(exclude={"run"}))) | indexing(found))
 
     @app.get("/api/episode")
     def episode(run: str, file: str, id: str) -> Response:
@@ -389,7 +409,7 @@ def make_view(places: Iterable[Path], token: str, every_s: float = EVERY_S, devi
                 indexed = index.indexed()
             except SensoriumError:
                 indexed = 0  # the page asks for the run, and shows the problem
-            return followed.glance() | {"indexed": indexed, "busy": index.busy, "problem": index.problem}
+            return followed.glance() | {"indexed": indexed, "problem": index.problem, **indexing(followed)}
 
         async def lines() -> AsyncIterator[str]:
             try:

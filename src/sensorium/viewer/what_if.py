@@ -614,7 +614,7 @@ class WhatIf:
     ) -> tuple[dict[Media, Media], list[Json]]:
         """What the model is shown instead of the media that are edited, and the same for the page."""
         instead: dict[Media, Media] = {}
-        shown: dict[int, Json] = {}
+        shown: dict[Media, Json] = {}
         for edit in edits:
             media = medium_of(row, edit.medium)
             if edit.change == "mute" and media.sound is not None:
@@ -634,8 +634,10 @@ class WhatIf:
                 what = f"{edit.model_dump_json(exclude={'picture'})} {hashlib.sha256(edit.picture.encode()).hexdigest()}"
                 made = model.decoder.make(now, what, made_decoded)
                 instead[media] = made
-            words = [*shown[edit.medium]["words"]] if edit.medium in shown else []
-            shown[edit.medium] = {"medium": edit.medium, "words": [*words, edit.words], **preview_of(made_decoded)}
+            words = [*shown[media]["words"]] if media in shown else []
+            shown[media] = {"medium": edit.medium, "words": [*words, edit.words], **preview_of(made_decoded)}
+            if isinstance(made_decoded, DecodedAudio):
+                shown[media]["before"] = preview_of(model.decoder.get(media))["loudness"]
         return instead, list(shown.values())
 
     def _logprobs(

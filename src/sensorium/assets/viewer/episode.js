@@ -272,13 +272,22 @@ class Episode {
 
   pay() {
     const { scores, turns, reward } = this.page;
-    const rows = scores.map((score) => h("tr", { class: score.value === null ? "missing" : "" },
-      h("th", {}, score.name, score.reason ? h("p.reason", {}, score.reason) : ""),
-      h("td", {}, score.turn === null || score.turn === undefined ? score.scope : `turn ${score.turn + 1}`),
-      h("td", {}, score.value === null ? "missing" : number(score.value)), h("td", {}, score.weight === 1 ? "" : `× ${number(score.weight)}`)));
-    for (const turn of turns) {
-      for (const [name, value] of Object.entries(turn.parts ?? {})) rows.push(h("tr", {}, h("th", {}, name), h("td", {}, `turn ${turn.index + 1}`), h("td", {}, number(value)), h("td")));
+    const parts = turns.flatMap((turn) => Object.entries(turn.parts ?? {}).map(([name, value]) => ({ name, value, turn: turn.index, weight: 1, scope: "" })));
+    const terms = new Map(); // by name and weight: a term of every turn is one row, with its sum and its turns
+    for (const one of [...scores, ...parts]) {
+      const key = JSON.stringify([one.name, one.weight, typeof one.turn === "number" ? "turns" : one.scope]);
+      terms.set(key, [...(terms.get(key) ?? []), one]);
     }
+    const rows = [...terms.values()].map((several) => {
+      const [{ name, weight, scope, turn }] = several;
+      const missing = several.some((one) => one.value === null);
+      const sum = several.reduce((total, one) => total + (one.value ?? 0), 0);
+      const reasons = [...new Set(several.map((one) => one.reason).filter(Boolean))].map((reason) => h("p.reason", {}, reason));
+      const byTurn = several.length > 1 ? h("p.by-turn", {}, several.map((one) => h("span.chip", { class: one.value === null ? "missing" : "" }, `${typeof one.turn === "number" ? one.turn + 1 : "–"} `, h("b", {}, one.value === null ? "missing" : number(one.value))))) : "";
+      return h("tr", { class: missing ? "missing" : "" }, h("th", {}, name, reasons, byTurn),
+        h("td", {}, several.length > 1 ? "by turn" : typeof turn === "number" ? `turn ${turn + 1}` : scope),
+        h("td", {}, missing ? "missing" : number(sum)), h("td", {}, weight === 1 ? "" : `× ${number(weight)}`));
+    });
     return h("section", {}, h("h2", {}, "Reward"), h("div.scroll", {}, h("table.pay-table", {}, h("tbody", {}, rows, h("tr.sum", {}, h("th", {}, "reward"), h("td"), h("td", {}, number(reward)), h("td"))))));
   }
 

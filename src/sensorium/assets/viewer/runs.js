@@ -29,8 +29,8 @@ async function redraw(place, runs, metrics, signal) {
   place.replaceChildren(...charts.map(drawing));
 }
 
-const SHARE = 0.01; // of the server's time that following a run may take: it may be the machine that trains
-const LONGEST_PAUSE = 10_000;
+const SHARE = 0.0025; // of the server's time that following a run may take: it may be the machine that trains
+const LONGEST_PAUSE = 20_000;
 
 /** Work that is asked for again and again, one at a time, at most every so many milliseconds; more rarely if it is slow. */
 function calmly(visit, work, pause = 2000) {
@@ -388,7 +388,8 @@ async function episodes(visit, id, body, run) {
     }
     Object.assign(shown, { run: id, hash: here(), rows: found.episodes });
     const last = offset() + found.episodes.length;
-    count.textContent = (found.count ? `${number(offset() + 1)} to ${number(last)} of ${counted(found.count, "episode")}` : "no such episode") + (found.busy ? ", indexing…" : "");
+    count.textContent = (found.count ? `${number(offset() + 1)} to ${number(last)} of ${counted(found.count, "episode")}` : "no such episode") +
+      (found.busy ? ", indexing…" : found.waits ? "; others are indexed slowly, the newest first, so as not to slow the run" : "");
     const held = list.contains(document.activeElement) || (first && shown.chosen);
     const rows = found.episodes.map((one) => result(id, one, asked.sort ?? "step"));
     list.replaceChildren(...rows);

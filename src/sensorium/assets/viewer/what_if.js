@@ -124,13 +124,39 @@ export class WhatIf {
     const buttons = CHANGES[medium.kind].map((change) => h("button", { type: "button", click: edit(change) }, LABELS[change]));
     const map = medium.kind === "picture" ? h("button", { type: "button", title: "cover its places one after the other", click: () => this.map(n) }, "map") : "";
     const fields = { picture: [box, radius], video: [box, radius, frame, from, to], sound: [from, to] }[medium.kind];
-    const shown = medium.kind === "picture" ? this.canvas(n, source, box.input) : h("p", {}, `${medium.kind} ${n + 1}`);
+    const shown = medium.kind === "picture" ? this.canvas(n, h("img", { src: source, alt: `picture ${n + 1}`, draggable: "false" }), box.input) : h("div.clip-of", {}, `${medium.kind} ${n + 1}`);
+    if (medium.kind !== "picture") this.given(n, shown, box.input, frame.input, from.input, to.input);
     return h("div.editor", { "data-medium": n }, shown, h("div.tools-of", {}, h("span.segments", {}, buttons, map), h("div.fields", {}, fields), this.others(n, medium.kind)));
   }
 
-  /** A picture on which a box is drawn by the pointer. */
-  canvas(n, source, input) {
-    const image = h("img", { src: source, alt: `picture ${n + 1}`, draggable: "false" });
+  /** What the model was given of a clip: a frame to draw a box on, and the loudness to choose seconds of. */
+  async given(n, place, box, frame, from, to) {
+    try {
+      const { parts } = await ask("given", { ...this.asked, n }, this.visit.signal);
+      place.replaceChildren(...parts.map((part) => (part.kind === "video" ? this.canvas(n, this.frame(n, part, frame), box) : hearing(part, from, to))));
+    } catch (error) {
+      if (error.name !== "AbortError") place.replaceChildren(trouble(error));
+    }
+  }
+
+  /** The frame of a video that `input` has the number of, as the model was given it. */
+  frame(n, part, input) {
+    const [wide, high] = part.tile;
+    const seen = h("canvas.still", { width: wide, height: high, role: "img", "aria-label": `a frame of video ${n + 1}` });
+    const sheet = new Image();
+    const draw = () => {
+      const shown = Math.round(((Number(input.value) - 1) * (part.times.length - 1)) / Math.max(1, part.frames - 1));
+      seen.getContext("2d").drawImage(sheet, Math.max(0, shown) * wide, 0, wide, high, 0, 0, wide, high);
+    };
+    input.max = part.frames;
+    input.addEventListener("input", () => sheet.complete && draw());
+    sheet.addEventListener("load", draw);
+    sheet.src = address("api/strip", { ...this.asked, n });
+    return seen;
+  }
+
+  /** A picture, or a frame, on which a box is drawn by the pointer. */
+  canvas(n, image, input) {
     const rectangle = s("rect", { class: "chosen" });
     const drawn = s("svg", { class: "drawing", viewBox: "0 0 1 1", preserveAspectRatio: "none" }, rectangle);
     const frame = h("span.frame", {}, image, drawn);
@@ -246,7 +272,7 @@ export class WhatIf {
     const row = (words, one) => h("tr", {}, h("th", {}, words), h("td", {}, number(one.sum)), h("td", {}, number(one.mean)), h("td", {}, after && one === after ? signed(one.sum - before.sum) : ""));
     const rows = [row("as it was", before), after ? row("edited", after) : ""];
     const drawn = found.tokens.map((text, i) => token(text, now.logprobs[i], after ? against[i] : null));
-    const previews = found.edited.map((one) => h("figure.preview", {}, one.picture ? h("img", { src: one.picture, alt: "what the model is shown" }) : loud(one.loudness ?? []), h("figcaption", {}, one.words.join(", "))));
+    const previews = found.edited.map((one) => h("figure.preview", {}, one.picture ? h("img", { src: one.picture, alt: "what the model is shown" }) : loud(one.loudness ?? [], one.before), h("figcaption", {}, one.words.join(", "))));
     this.output.replaceChildren(
       previews.length ? h("div.previews", {}, previews) : "",
       h("h3", {}, after ? "The written answer, by how its log-prob moves" : "The written answer"), h("pre.tokens", {}, drawn),
@@ -356,8 +382,44 @@ function message(one) {
     "text" in block ? h("p.text", {}, block.text) : block.picture ? h("span.frame", {}, h("img.shown", { src: block.picture, alt: "what is shown" })) : loud(block.loudness ?? [])));
 }
 
-function loud(levels) {
-  const most = Math.max(...levels, 1e-6);
-  const bars = levels.map((level, i) => `M${4 * i + 2} ${(20 * (1 - level / most)).toFixed(1)}V${(20 * (1 + level / most)).toFixed(1)}`).join("");
-  return s("svg", { class: "wave", viewBox: `0 0 ${4 * levels.length} 40`, preserveAspectRatio: "none", role: "img", "aria-label": "loudness" }, s("path", { d: bars }));
+/** Loudness as bars; what it was before, where that is another, in a lighter tint behind. */
+function loud(levels, before = []) {
+  const most = Math.max(...levels, ...before, 1e-6);
+  const bars = (some) => some.map((level, i) => `M${4 * i + 2} ${(20 * (1 - level / most)).toFixed(1)}V${(20 * (1 + level / most)).toFixed(1)}`).join("");
+  return s("svg", { class: "wave", viewBox: `0 0 ${4 * levels.length} 40`, preserveAspectRatio: "none", role: "img", "aria-label": "loudness" },
+    ...(before.length ? [s("path", { d: bars(before), class: "before" })] : []), s("path", { d: bars(levels) }));
+}
+
+/** The loudness of a sound, over which the pointer draws the seconds that two fields have. */
+function hearing(part, from, to) {
+  const drawn = loud(part.loudness);
+  const width = drawn.viewBox.baseVal.width;
+  const rectangle = s("rect", { class: "chosen", y: 0, height: 40 });
+  const across = (time) => width * Math.min(1, Math.max(0, (time - part.start) / (part.end - part.start)));
+  const show = () => {
+    const [low, high] = [across(Number(from.value)), across(Number(to.value))];
+    rectangle.setAttribute("x", low);
+    rectangle.setAttribute("width", Math.max(0, high - low));
+  };
+  const at = (event) => {
+    const box = drawn.getBoundingClientRect();
+    return part.start + Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)) * (part.end - part.start);
+  };
+  let began = null;
+  const choose = (event) => {
+    const now = at(event);
+    from.value = Math.min(began, now).toFixed(2);
+    to.value = Math.max(began, now).toFixed(2);
+    show();
+  };
+  drawn.addEventListener("pointerdown", (event) => {
+    drawn.setPointerCapture(event.pointerId);
+    began = at(event);
+  });
+  drawn.addEventListener("pointermove", (event) => began !== null && choose(event));
+  drawn.addEventListener("pointerup", () => (began = null));
+  for (const input of [from, to]) input.addEventListener("input", show);
+  drawn.append(rectangle);
+  show();
+  return drawn;
 }
