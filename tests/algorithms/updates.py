@@ -34,19 +34,25 @@ Update = list[list[Token]]
 
 
 def updates(*, shared: bool = False) -> st.SearchStrategy[Update]:
-    """Sequences of 0 to 6 tokens, near and far from their old log-probs; ``shared``: one advantage a sequence."""
-    gaps = st.just(0.0) | st.floats(-0.7, 0.7) | st.floats(-6, 6)
-    advantages = st.just(0.0) | st.floats(-3, 3).map(lambda a: round(a, 3))
-    logprobs = st.floats(-1, 0) | st.floats(-8, 0)
-    token = st.builds(
-        lambda logp, gap, a, u: Token(logp, logp - gap, a, u), logprobs, gaps, advantages, st.floats(0, 0.999)
-    )
-    sequence = st.lists(token, max_size=6)
-    if shared:
-        sequence = st.tuples(sequence, advantages).map(
-            lambda drawn: [Token(t.logp, t.old, drawn[1], t.uniform) for t in drawn[0]]
-        )
-    return st.lists(sequence, min_size=1, max_size=6).filter(any)
+    """Sequences of 0 to 6 tokens, near and far from their old log-probs; ``shared``: one advantage a sequence.
+
+    Lengths and a seed are drawn, not each number: that took most of the time of the tests of losses.
+    """
+    lengths = st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any)
+    return st.builds(lambda lengths, seed: _update(lengths, Random(seed), shared), lengths, st.integers(0, 2**32))
+
+
+def _update(lengths: Sequence[int], random: Random, shared: bool) -> Update:
+    def advantage() -> float:
+        return random.choice((0.0, round(random.uniform(-3, 3), 3)))
+
+    def token(credit: float) -> Token:
+        logp = random.choice((random.uniform(-1, 0), random.uniform(-8, 0)))
+        gap = random.choice((0.0, random.uniform(-0.7, 0.7), random.uniform(-6, 6)))
+        return Token(logp, logp - gap, credit, random.uniform(0, 0.999))
+
+    credits = [[advantage()] * length if shared else [advantage() for _ in range(length)] for length in lengths]
+    return [[token(credit) for credit in sequence] for sequence in credits]
 
 
 def flat(update: Update) -> list[Token]:
