@@ -34,7 +34,7 @@ SMALL = [
     "checkpoint.every=0",
     "health.sight_tasks=0",
 ]
-SUPERVISED = ["batch.prompts_per_step=6"]
+SUPERVISED = ["warm_start.prompts_per_step=6"]
 LEARNING = ["batch.prompts_per_step=6", "batch.group_size=4"]
 OMNI = ["model.path=tiny:qwen2_5_omni", "model.dtype=float32", "model.device=cpu", "batch.prompts_per_step=4"]
 OMNI += ["batch.group_size=2", "batch.updates_per_epoch=2", "rollout.max_new_tokens=8", "rollout.max_context_tokens=4096"]
