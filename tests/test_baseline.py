@@ -30,6 +30,7 @@ STEPS = 3
 SMALL = [
     "threads=1",
     "evaluation.every=0",
+    "evaluation.limit=2",
     "evaluation.at_start=false",
     "checkpoint.every=0",
     "health.sight_tasks=0",
