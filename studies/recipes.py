@@ -60,7 +60,7 @@ PICTURES = {"crop": [0.8, 1.0], "brightness": [0.8, 1.2], "blur": [0.0, 1.0]}
 
 def small(name: str, task: str, **changes: Any) -> str:
     """A recipe of a shipped warm start on its task, saved every other step, with changes, as text."""
-    base = {"name": name, "steps": 4, "threads": 1, "model": {"path": f"package:{task}"}, **TASKS[task]}
+    base = {"name": name, "steps": 3, "threads": 1, "model": {"path": f"package:{task}"}, **TASKS[task]}
     return json.dumps(_merged(base | {"checkpoint": {"every": 2, "keep": 2}}, changes), indent=1)
 
 
@@ -88,7 +88,7 @@ RESUMED = {
     "multi-turn, with a warm start": small(
         "multi",
         "frozen_lake",
-        steps=3,
+        steps=2,
         warm_start={"steps": 1, "prompts_per_step": 4, "optimizer": {"lr": 1e-4}},
     ),
     "multi-turn, with a critic of its own and an adaptive KL in the reward": small(
@@ -130,7 +130,7 @@ RESUMED = {
     "adapters, with KL to those after a warm start": small(
         "adapters",
         "shapes",
-        steps=3,
+        steps=2,
         model={"lora": {"rank": 4, "groups": ["vision", "language"]}},
         tasks={"evaluate": HELD_OUT["shapes"], "augment": {"picture": PICTURES}},
         batch={"updates_per_epoch": 2},
@@ -158,6 +158,6 @@ RESUMED = {
         evaluation={"every": 2},
     ),
 }
-"""Recipes of four rows each, warm start included, that cover what a run carries from step to step."""
+"""Recipes of three rows each, warm start included, that cover what a run carries from step to step."""
 
-STEPS = 4
+STEPS = 3

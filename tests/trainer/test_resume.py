@@ -1,4 +1,4 @@
-"""A run of four steps equals two steps, an end in the middle of the next, and a resume: bit for bit."""
+"""A run of three steps equals two steps, an end in the middle of the next, and a resume: bit for bit."""
 
 import os
 import random
