@@ -57,8 +57,7 @@ def taught(learner: Learner, groups: Groups) -> Groups:
     return [[one(sample) for sample in group] for group in groups]
 
 
-@pytest.mark.parametrize("limit", [16384, 60])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(("family", "limit"), [("qwen2_5_vl", 16384), ("qwen3_vl", 60)])
 def test_values_are_those_of_a_plain_forward_over_the_home_thread(
     family: str, limit: int, checkpoints: dict[str, Path]
 ) -> None:
@@ -66,11 +65,11 @@ def test_values_are_those_of_a_plain_forward_over_the_home_thread(
     groups = play(policy)
     learner = with_critic(policy, batch=BatchSection(tokens_per_microbatch=limit))
     found = learner.assess([[sample.episode for sample in group] for group in groups])
-    head = learner.critic.head
+    head, stock = learner.critic.head, stock_model(checkpoints[family])
     expected, after = [], []
     for sample in (sample for group in groups for sample in group):
         for turn in sample.episode.turns:
-            hidden_TH = stock_hidden(stock_model(checkpoints[family]), policy, sample, turn.index)
+            hidden_TH = stock_hidden(stock, policy, sample, turn.index)
             values_T = head(hidden_TH)[:, 0].detach()
             expected.append(values_T[-len(turn.response.tokens) - 1 : -1])
         after.append(float(values_T[-1]) if sample.episode.status == Status.TRUNCATED else 0.0)

@@ -1,4 +1,4 @@
-"""Every loss through the learner: nothing it measures or moves depends on packing, and its first ratios are exactly 1."""
+"""Every kind of loss through the learner: nothing it measures or moves depends on packing, and its first ratios are exactly 1."""
 
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,8 @@ from sensorium.recipe.schema import (
 
 from .played import Groups, Player, make_learner, open_policy
 
-EVERY = [name for name in LOSSES if name != "likelihood"]
+# What the learner does for a loss depends on these traits; test_loss_table.py holds every loss against micro-batching.
+KINDS = {(traits.over, traits.credited_only): name for name, traits in reversed(LOSSES.items()) if name != "likelihood"}
 SEQUENCES = CorrectionSection(weights="geometric", mode="band", low=0.01, high=20.0)
 TOKENS = CorrectionSection(weights="token", mode="truncate", high=1.5)
 REJECTING = CorrectionSection(reject="mean", estimator="k2", reject_above=9.0)
@@ -64,7 +65,7 @@ def run(
     return row, {name: p - before[name] for name, p in policy.model.state_dict().items()}
 
 
-PAIRS = [(loss, CorrectionSection()) for loss in EVERY]
+PAIRS = [(loss, CorrectionSection()) for loss in KINDS.values()]
 PAIRS += [(loss, correction) for loss in ("clip", "gspo") for correction in (TOKENS, SEQUENCES, REJECTING)]
 
 

@@ -123,9 +123,15 @@ def test_the_path_of_the_kernels_takes_runs_end_to_end(policies: dict[str, Polic
         compare_net(policies["qwen3_5"].adapter.language_model.layers[2].linear_attn, forest(), LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    ("family", "layout", "recompute"),
+    [
+        ("qwen3_5", "rectangles", False),
+        ("qwen3_5", "levels", True),
+        ("qwen3_5_moe", "rectangles", True),
+        ("qwen3_5_moe", "levels", False),
+    ],
+)
 def test_a_whole_model_over_trees_is_the_model_over_rows(
     policies: dict[str, Policy], family: str, layout: str, recompute: bool
 ) -> None:
