@@ -18,7 +18,7 @@ SLOW = """\
 CODE = '''import threading, time
 for _ in range(20):
     threading.Event().wait(0.3)
-    until = time.process_time() + 0.05
+    until = time.process_time() + 0.03
     while time.process_time() < until: pass
 '''
 
@@ -32,10 +32,10 @@ HEAD = "import asyncio, subprocess, sys, threading, time\n\n"
 
 
 def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    """A test run in which two seconds without work are a hang, and three CPU seconds of its own too many."""
+    """A test run in which two seconds without work are a hang, and two CPU seconds of its own too many."""
     (folder / "conftest.py").write_text("from tests.cpu_budget import *\nfrom tests.standstill import *\n")
     (folder / "test_it.py").write_text(HEAD + text)
-    (folder / "pytest.ini").write_text("[pytest]\nstandstill_s = 2\ncpu_budget_of_a_test_s = 3\n")
+    (folder / "pytest.ini").write_text("[pytest]\nstandstill_s = 2\ncpu_budget_of_a_test_s = 2\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     env.pop("PYTEST_XDIST_WORKER", None)

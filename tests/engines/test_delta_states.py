@@ -26,9 +26,7 @@ from .test_exactness import SAMPLING, assert_exact, talk
 KV = ("rows", "pages")
 
 
-@pytest.fixture(params=["qwen3_5", "qwen3_5_moe"])
-def bench(request: pytest.FixtureRequest, benches: Callable[[str], Bench]) -> Bench:
-    return benches(request.param)
+WAYS = [("qwen3_5", "rows"), ("qwen3_5_moe", "pages")]
 
 
 @pytest.fixture
@@ -47,8 +45,11 @@ def given_back(engine: NativeEngine) -> bool:
     return not isinstance(writer, PagedWriter) or (writer._pool.held, writer._pool.states.held) == (0, 0)
 
 
-@pytest.mark.parametrize("kv", KV)
-def test_turns_with_pictures_and_video_compute_only_what_is_new(bench: Bench, kv: str) -> None:
+@pytest.mark.parametrize(("family", "kv"), WAYS)
+def test_turns_with_pictures_and_video_compute_only_what_is_new(
+    family: str, kv: str, benches: Callable[[str], Bench]
+) -> None:
+    bench = benches(family)
     engine = engine_of(bench, kv)
     turns = [
         [user(bench.picture(1), bench.clip(1), "what?")], [user("where is it? " * 8)], [user(bench.picture(2, (112, 84)))],
@@ -74,9 +75,14 @@ def crowd(bench: Bench, sampling: Sampling, members: int = 3) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize(("kv", "max_rows"), [("rows", 4), ("pages", 4), ("pages", 512)])
-def test_groups_of_different_lengths_fork_leave_and_join(bench: Bench, kv: str, max_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv", "max_rows"), [("qwen3_5_moe", "rows", 4), ("qwen3_5", "pages", 4), ("qwen3_5_moe", "pages", 512)]
+)
+def test_groups_of_different_lengths_fork_leave_and_join(
+    family: str, kv: str, max_rows: int, benches: Callable[[str], Bench]
+) -> None:
     """Prompts are padded to each other and forked; with four rows, groups join as others leave."""
+    bench = benches(family)
     engine = engine_of(bench, kv, max_rows=max_rows)
     requests = crowd(bench, SAMPLING, members=2)
     for request, response in zip(requests, generate(engine, *requests), strict=True):
@@ -90,8 +96,10 @@ def test_groups_of_different_lengths_fork_leave_and_join(bench: Bench, kv: str, 
 
 
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="runs in Triton's interpreter")
-def test_the_fused_step_with_kernels(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_fused_step_with_kernels(family: str, benches: Callable[[str], Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU: test_logprobs_on_the_gpu. Rows leave at different times and go on from their states."""
+    bench = benches(family)
     from sensorium.engines.native.decode_kernels import TritonOps
 
     monkeypatch.setattr(DecodeRunner, "_fast_ops", lambda _: TritonOps())
@@ -233,8 +241,7 @@ def test_recorded_steps_advance_the_same_states(dense: Bench, early_recordings: 
     assert recorded._writer._steps._feed is not None
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize(("family", "kv"), WAYS)
 def test_in_float64_only_rounding_is_left(family: str, kv: str, tmp_path: Any) -> None:
     """Turns with a picture, forked for two: 1e-9 of the logits, so what differs in float32 is rounding."""
     made, sampling = make_bench(family, tmp_path), Sampling(max_new_tokens=12, stop_tokens=False)

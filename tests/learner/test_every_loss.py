@@ -1,4 +1,4 @@
-"""Every kind of loss through the learner: nothing it measures or moves depends on packing, and its first ratios are exactly 1."""
+"""Every kind of loss through the learner: nothing that it measures or moves depends on packing; its first ratios are 1."""
 
 from functools import cache
 from pathlib import Path

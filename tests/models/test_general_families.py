@@ -109,12 +109,7 @@ class Stock:
 
     def __init__(self, folder: Path, attention: str = "sdpa", one_turn: bool = False) -> None:
         config = AutoConfig.from_pretrained(folder)
-        loader = model_class(config)
-        self.model, found = loader.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
-        )
-        assert not any(found.values())
-        self.model.eval()
+        self.model = weights_of(folder, attention).eval()
         seeing = any(hasattr(config, f"{part}_config") for part in ("vision", "audio"))
         self.owner = (AutoProcessor if seeing else AutoTokenizer).from_pretrained(folder)
         self.tokenizer = getattr(self.owner, "tokenizer", self.owner)
@@ -219,6 +214,16 @@ class Stock:
         return gaps, float(torch.stack([p.grad.norm() for p in self.model.parameters() if p.grad is not None]).norm())
 
 
+def weights_of(folder: Path, attention: str = "sdpa") -> Any:
+    """The model of transformers' own Auto class, which finds every weight it has and no other."""
+    loader = model_class(AutoConfig.from_pretrained(folder))
+    model, found = loader.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+    )
+    assert not any(found.values())
+    return model
+
+
 def _shown(run: Path, block: Json, media: list[Any], blank: bool) -> Json:
     """A content block for a chat template; its medium is appended to ``media``."""
     if "text" in block:
@@ -282,7 +287,7 @@ def check_export(run: Path, source: Stock, out: Path) -> None:
     checkpoint = run / "checkpoints" / f"step_{STEPS:06d}"
     export(checkpoint, out)
     saved, exported, before = (
-        dict(opened.named_parameters()) for opened in (Stock(checkpoint).model, Stock(out).model, source.model)
+        dict(model.named_parameters()) for model in (weights_of(checkpoint), weights_of(out), source.model)
     )
     assert saved.keys() == exported.keys() == before.keys()
     assert all(torch.equal(saved[name], exported[name]) for name in saved)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import pearsonr, spearmanr
 
 import sensorium as sn
 from sensorium.cli.main import main
@@ -136,6 +135,8 @@ def test_advantages_of_every_estimator_without_a_critic_are_those_of_the_run(nam
 
 
 def test_other_terms_are_rewarded_as_a_run_with_them_would(run: Path, tmp_path: Path) -> None:
+    from scipy.stats import pearsonr, spearmanr  # here: a second that every worker would pay
+
     before = snapshot(run)
     mine = written(tmp_path, f"rewards: {{terms: [{{name: exact, weight: 0.5}}, {{name: '{__name__}:brevity'}}]}}")
     recipe = rescoring_recipe(run, mine)
@@ -392,6 +393,8 @@ def test_stored_media_never_write_to_their_folder(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=30))
 def test_correlations_are_those_of_scipy_or_none_where_one_side_is_constant(pairs: list[tuple[float, float]]) -> None:
+    from scipy.stats import pearsonr, spearmanr
+
     found = correlations(pairs)
     a, b = np.array(pairs, dtype=float).T
     if np.ptp(a) == 0 or np.ptp(b) == 0:
