@@ -11,11 +11,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from io import BytesIO
 from typing import Any
 
-from openai import APITimeoutError, BadRequestError, OpenAI
 from PIL import Image
 
 TOOLS = [
@@ -30,10 +29,19 @@ TOOLS = [
 ]
 
 
+@cache
+def connections() -> Any:
+    """Shared by all episodes; programs that do without openai are spared its import."""
+    from openai import DefaultHttpxClient
+
+    return DefaultHttpxClient()
+
+
 @contextmanager
 def asking(base_url: str, api_key: str) -> Iterator[Any]:
-    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        yield client.chat.completions.create
+    from openai import OpenAI
+
+    yield OpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=connections()).chat.completions.create
 
 
 def picture(seed: int) -> dict[str, Any]:
@@ -65,6 +73,8 @@ def talk(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
 async def called(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     """Offers a tool, and answers every call of it; a wrong request is refused, and the episode goes on."""
+    from openai import BadRequestError
+
     with asking(base_url, api_key) as ask:
         messages: list[Any] = [{"role": "user", "content": "Look twice."}]
         try:
@@ -97,6 +107,8 @@ LEFT = threading.Event()  # the impatient agent no longer waits for its first an
 
 def impatient(task: dict[str, Any], base_url: str, api_key: str) -> float:
     """Gives up its first request and sends it again."""
+    from openai import APITimeoutError
+
     question: list[Any] = [{"role": "user", "content": "Anyone?"}]
     with asking(base_url, api_key) as ask:
         try:
@@ -163,8 +175,9 @@ def silent(task: dict[str, Any], base_url: str, api_key: str) -> float:
 def main(mode: str) -> None:
     with open(os.environ["SENSORIUM_TASK"]) as file:
         task = json.load(file)
-    reply = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=task["messages"], stream=True)
-    text = "".join(part.choices[0].delta.content or "" for part in reply if part.choices)
+    url = os.environ["OPENAI_BASE_URL"]
+    if mode != "answer":
+        _status(url, "chat/completions", {"messages": task["messages"]})
     if mode == "spawn":  # a browser, say
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         with open("child", "w") as file:
@@ -174,9 +187,12 @@ def main(mode: str) -> None:
     if mode == "hang":
         print("going to sleep", flush=True)
         threading.Event().wait()
-    body = json.dumps({"reward": float(task["answer"] in text)}).encode()
-    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/reward", body, {"Content-Type": "application/json"})
-    urllib.request.urlopen(request).read()
+    if mode == "answer":
+        from openai import OpenAI
+
+        reply = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=task["messages"], stream=True)
+        text = "".join(part.choices[0].delta.content or "" for part in reply if part.choices)
+        assert _status(url, "reward", {"reward": float(task["answer"] in text)}) == 200
 
 
 if __name__ == "__main__":
