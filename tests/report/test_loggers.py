@@ -73,18 +73,9 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, name: str, m
         build("logger", name, {}, "logging.loggers", run_dir=tmp_path, logging=LoggingSection())
 
 
-def test_wandb_stays_offline_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = build("logger", "wandb", {}, "logging.loggers", run_dir=tmp_path, logging=LoggingSection(project="trial"))
-    logger.started(RunStart("demo", 1, recipe={"steps": 1}))
-    logger.stepped(1, {"reward/mean": 0.5})
-    logger.finished()
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-
-
-def test_wandb_keeps_no_key_of_the_recipe_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_stays_offline_unless_told_and_keeps_no_key_of_the_recipe_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -99,6 +90,7 @@ def test_wandb_keeps_no_key_of_the_recipe_or_the_environment(tmp_path: Path, mon
     logger.started(RunStart("demo", 1, recipe=recipe))
     logger.stepped(1, {"reward/mean": 0.5})
     logger.finished()
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert any(b"seen-by-all" in data and b"https://host:1/mcp?***" in data for data in files)
     assert not any(re.search(rb"key-(in|by)-", data) for data in files)

@@ -164,6 +164,7 @@ class Played:
     failed: str = ""
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_no_act_is_lost_or_doubled_by_delays_dropped_connections_and_a_kill(
     unused_ports: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +227,7 @@ def test_no_act_is_lost_or_doubled_by_delays_dropped_connections_and_a_kill(
     assert all(played[seed + 1000].url == left for seed in range(256) if played[seed].failed)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_session_from_before_a_restart_fails_and_the_next_one_is_played(unused_ports: list[int]) -> None:
     port = unused_ports[0]
     environment = RemoteEnvironment(MediaStore(), f"http://127.0.0.1:{port}", "frozen_lake", deadline_s=60, retry_s=30)

@@ -16,6 +16,8 @@ from sensorium.report.watcher import Watcher
 from sensorium.runs.metrics import read_metrics
 from sensorium.trainer.run import train
 from sensorium.vocabulary.errors import WorkersLost
+from studies.fork_server import ForkServer
+from tests.forked import forked_python
 from tests.recipes import parsed, quick
 from tests.services.test_environment_service import started
 
@@ -23,11 +25,15 @@ from tests.services.test_environment_service import started
 class Servers(Watcher):
     """Starts the server again when the run says that it is lost, unless it is to stay lost."""
 
-    def __init__(self, port: int, kind: str) -> None:
-        self.port, self.kind, self.again, self.notes = port, kind, True, list[str]()
+    def __init__(self, port: int, kind: str, forks: ForkServer) -> None:
+        self.port, self.kind, self.again, self.notes, self.forks = port, kind, True, list[str](), forks
         self.running = list[subprocess.Popen[str]]()
 
     def start(self) -> None:
+        with forked_python(self.forks):
+            self._start()
+
+    def _start(self) -> None:
         if self.kind == "remote":
             self.running.append(started(self.port, "dying=tests.services.running:Dying"))
             return
@@ -56,10 +62,12 @@ def unused_port() -> int:
 
 
 @pytest.fixture(scope="module", params=["remote", "openenv"])
-def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
+) -> Iterator[Servers]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIES_AT", str(tmp_path_factory.mktemp("dying") / "dies_at"))
-        found = Servers(unused_port(), request.param)
+        found = Servers(unused_port(), request.param, fork_server)
         found.start()
         yield found
         found.end()
@@ -88,6 +96,7 @@ def recipe(folder: Path, port: int, kind: str, wait_s: float = 120.0, workers: b
     return parsed(quick("lost", **sections), folder)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_its_episodes_are_rolled_again_and_the_run_ends_in_the_same_bits(servers: Servers, tmp_path: Path) -> None:
     port, kind = servers.port, servers.kind
     with_workers = kind == "openenv"  # which play other environments; remote is refused with them

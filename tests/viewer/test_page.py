@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
@@ -350,10 +352,11 @@ def test_a_dark_system_has_a_dark_page(visit: Visit) -> None:
     visit.keep("dark_episode")
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_run_is_followed_while_it_trains(browser: Browser, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
-    changes = ["steps=3", "name=followed", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.at_start=false"]
+    changes = ["steps=6", "name=followed", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.at_start=false"]
     command = [sys.executable, "-m", "sensorium", "train", "shapes", *changes, "evaluation.every=0", "checkpoint.every=0"]
     with View([runs]) as view:
         visit = Visit(browser, view.address, tmp_path)
@@ -362,13 +365,17 @@ def test_a_run_is_followed_while_it_trains(browser: Browser, tmp_path: Path) -> 
         with log.open("w") as file:
             run = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file)
         try:
+            while not (runs / "followed/metrics.jsonl").exists() and run.poll() is None:
+                time.sleep(0.01)
+            run.send_signal(signal.SIGSTOP)  # or it might be over before the page shows it
             link = visit.page.get_by_role("link", name="followed")
             link.wait_for(timeout=60_000)
             link.click()
             expect(visit.page.locator("#live")).to_have_text("live")
-            expect(visit.page.locator(".facts")).to_contain_text("3 / 3", timeout=60_000)
+            run.send_signal(signal.SIGCONT)
+            expect(visit.page.locator(".facts")).to_contain_text("6 / 6", timeout=60_000)
             expect(visit.page.locator(".facts")).to_contain_text("finished", timeout=60_000)
-            expect(visit.page.locator(".tabs")).to_contain_text("Episodes 12")
+            expect(visit.page.locator(".tabs")).to_contain_text("Episodes 24")
             expect(visit.page.locator(".plot").first).to_contain_text("reward/mean")
             run.wait(60)
         finally:
