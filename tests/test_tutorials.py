@@ -37,7 +37,7 @@ def shortened(words: list[str]) -> list[str]:
         return [*words[:-1], "4", *one]
     if words[:2] == ["sensorium", "eval"]:
         return [] if browser and "--blank" not in words else [*words, "--limit", "4", *one]
-    if browser and words[:2] == ["sensorium", "compare"]:
+    if browser and words[:2] in (["sensorium", "compare"], ["sensorium", "show"]):
         return []
     return words
 

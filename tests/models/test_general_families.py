@@ -345,9 +345,7 @@ def test_a_run_computes_what_transformers_computes(
     monkeypatch.setattr(models, "load_policy", noted)
     costly = (name, kind) == ("phi4_multimodal", "image")  # 450 tokens a picture
     batch = {"prompts_per_step": 1 if costly else 2, "group_size": GROUP}
-    run = play(
-        model, tmp_path / "run", kind, 1 if row.one_turn else 2 if costly else 3, kind in row.alike, "general", batch=batch
-    )
+    run = play(model, tmp_path / "run", kind, 1 if row.one_turn or costly else 3, kind in row.alike, "general", batch=batch)
     rounding = 5e-5 if name in LINEAR else 1e-5
     stock = check_run(run, model, rounding, attention=row.attention, one_turn=name == "paligemma2")
     check_export(run, stock, tmp_path / "out")
