@@ -48,3 +48,9 @@ def test_a_chat_processor_imports_no_torch_dynamo_and_what_was_asked_of_it_is_do
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     mode = "torch._dynamo._trace_wrapped_higher_order_op"
     assert done.stdout.splitlines() == ["False True", "[] True torch.compiler", mode, "False"]
+
+
+def test_the_process_of_an_environment_imports_no_recipe_schema() -> None:
+    code = "import sys, sensorium.envs.remote.isolated, sensorium.envs.frozen_lake; print('pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

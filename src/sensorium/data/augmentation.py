@@ -10,21 +10,23 @@ report all refer to the same changed medium, and nothing changed is stored:
 from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter
 
-from sensorium.recipe.schema import AugmentSection
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.decoding import Augmentation
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import OBSERVED, RECORDED, Task
 
+if TYPE_CHECKING:
+    from sensorium.recipe.schema import AugmentSection
+
 DIGITS = 4  # of the numbers drawn: they are shown to people
 
 
-def augmented_task(task: Task, section: AugmentSection, seed: int, row: int) -> Task:
+def augmented_task(task: Task, section: "AugmentSection", seed: int, row: int) -> Task:
     """A task with augmented media, a function of the run's seed and the number of the row within the run.
 
     What an environment showed stays as it is, also in a recording: a crop would falsify the places of clicks.
@@ -44,7 +46,7 @@ def augmented_task(task: Task, section: AugmentSection, seed: int, row: int) -> 
     return replace(task, messages=messages)
 
 
-def _drawn(kind: str, section: AugmentSection, chance: Random) -> Augmentation | None:
+def _drawn(kind: str, section: "AugmentSection", chance: Random) -> Augmentation | None:
     def number(limits: Any) -> float:
         return round(chance.uniform(*limits), DIGITS)
 
@@ -66,7 +68,7 @@ def _drawn(kind: str, section: AugmentSection, chance: Random) -> Augmentation |
     return None if replace(found, seed=0) == Augmentation() else found
 
 
-def augmentation_notes(section: AugmentSection | None, tasks: Iterable[Task]) -> list[str]:
+def augmentation_notes(section: "AugmentSection | None", tasks: Iterable[Task]) -> list[str]:
     """Kinds of media that the recipe augments and none of some training tasks has; RecipeError if no task has any of them.
 
     Only media in messages are augmented: what an environment shows is its own.
