@@ -24,10 +24,7 @@ from sensorium.vocabulary.task import EnvironmentSpec, Task
 from tests.envs.browsing import CHROMIUM, NAME
 from tests.services.running import serving
 
-PROGRAMS = [
-    "plain",
-    pytest.param("chromium", marks=pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"there is no {CHROMIUM}")),
-]
+BROWSER = "chromium" if Path(CHROMIUM).exists() else "plain"
 
 
 @pytest.fixture
@@ -148,8 +145,9 @@ def test_what_cannot_be_an_instance_is_known() -> None:
         InstancePool(1, 60.0).environment(NAME, {"colour": 1}, MediaStore())
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("end", ["close", "SIGTERM", "SIGINT", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("end", "program"), [("close", "plain"), ("SIGTERM", "plain"), ("SIGINT", BROWSER), ("SIGKILL", BROWSER)]
+)
 def test_nothing_outlives_the_driver_however_it_ends(end: str, program: str) -> None:
     driver, pids = driven(program)
     families = {each for pid in pids for each in family(pid)}
@@ -162,9 +160,8 @@ def test_nothing_outlives_the_driver_however_it_ends(end: str, program: str) -> 
     wait_for(lambda: not any(map(alive, families)))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_what_a_killed_run_left_is_ended_by_the_next_start_and_nothing_else_is(program: str) -> None:
-    driver, pids = driven(program)
+def test_what_a_killed_run_left_is_ended_by_the_next_start_and_nothing_else_is() -> None:
+    driver, pids = driven(BROWSER)
     other, theirs = driven("plain")  # another run, which goes on
     children = pids[1::2]
     families = {each for pid in children for each in family(pid)}

@@ -7,6 +7,7 @@ of an estimator or a loss count as read where one has a parameter of that name: 
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from sensorium.recipe.schema import Recipe, Section
 PACKAGE = Path(sensorium.__file__).parent
 RECIPE = PACKAGE / "recipe"
 SECTIONS = ("schema.py",)
+NAMED = re.compile(r"Recipe\b|Section|recipe\.")  # files without read nothing of it
 COMPLAINT = re.compile(r'^(.*?):\d+: error: (?:Item )?"(\w+)".* has no attribute "(\w+)"')
 STAND_IN = """from typing import Any, Self
 
@@ -66,8 +68,7 @@ def dead_keys(sources: dict[str, str], folder: Path) -> set[Key]:
     for name, text in stripped.items():
         (folder / name).write_text(text)
         shadows += ["--shadow-file", str(RECIPE / name), str(folder / name)]
-    named = (path for path in sorted(PACKAGE.rglob("*.py")) if "ecipe" in path.read_text())  # others read nothing of it
-    files = [str(path) for path in named]
+    files = [str(path) for path in sorted(PACKAGE.rglob("*.py")) if NAMED.search(path.read_text())]
     options = [
         "--config-file=",
         "--follow-imports=skip",
@@ -75,7 +76,7 @@ def dead_keys(sources: dict[str, str], folder: Path) -> set[Key]:
         "--check-untyped-defs",
         "--no-error-summary",
     ]
-    options += [f"--cache-dir={folder / 'cache'}", *shadows]
+    options += [f"--cache-dir={os.devnull}", *shadows]
     command = [sys.executable, "-m", "mypy", *options, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=PACKAGE.parent)
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr

@@ -368,7 +368,7 @@ def test_what_the_shipped_recipe_gives_is_listed(tmp_path: Path, capsys: pytest.
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())),
 )
 @example("data.val_files", [])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_value_of_any_key_is_told_and_none_crashes(pattern: str, value: Any) -> None:
     key = pattern.replace("*", "x").replace("[em]", "e")
     found = migrate_verl([Setting("data.train_batch_size", 8), Setting(key, value)], "", "x")
@@ -377,7 +377,7 @@ def test_any_value_of_any_key_is_told_and_none_crashes(pattern: str, value: Any)
 
 
 @given(st.text(alphabet="ab=$(){}[]'\"\\\n #;&|<>`@-:ifthenfi ", max_size=80))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_text_is_read_as_a_script(text: str) -> None:
     Script(text)
 
