@@ -31,35 +31,40 @@ def server() -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="module")
+def http(server: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server, timeout=60) as client:
+        yield client
+
+
 @pytest.mark.parametrize("what", HOSTILE)
 @pytest.mark.parametrize("name", PLAYED)
-def test_an_action_is_answered_by_every_protocol(server: str, name: str, what: str) -> None:
+def test_an_action_is_answered_by_every_protocol(http: httpx.Client, server: str, name: str, what: str) -> None:
     action = HOSTILE[what]
     escaped = json.dumps({"response": action}).encode()  # half a character is sent as its escape
-    with httpx.Client(base_url=server, timeout=60) as http:
-        http.put("/v1/sessions/s", json={"environment": name, "options": {}, "seed": 1})
-        stepped = http.post("/v1/sessions/s/steps/1", content=escaped, headers={"Content-Type": "application/json"})
-        assert stepped.status_code in (200, 400, 422)
-        if stepped.status_code == 200:
-            assert stepped.json()["success"] is not True
-            assert len(str(stepped.json()["info"])) < 10_000
-        http.delete("/v1/sessions/s")
+    http.put("/v1/sessions/s", json={"environment": name, "options": {}, "seed": 1})
+    stepped = http.post("/v1/sessions/s/steps/1", content=escaped, headers={"Content-Type": "application/json"})
+    assert stepped.status_code in (200, 400, 422)
+    if stepped.status_code == 200:
+        assert stepped.json()["success"] is not True
+        assert len(str(stepped.json()["info"])) < 10_000
+    http.delete("/v1/sessions/s")
 
-        def post(path: str, body: Any) -> httpx.Response:
-            content, headers = form(body)
-            return http.post(path, content=content, headers=headers)
+    def post(path: str, body: Any) -> httpx.Response:
+        content, headers = form(body)
+        return http.post(path, content=content, headers=headers)
 
-        opened, _ = parts(post("/connect", {"env_config": {"env_name": name}, "seed": 1}))
-        call = {"session_id": opened["session_id"], "method": "step", "params": {"action_str": action}}
-        reply = post("/call", call)
-        assert reply.status_code in (200, 500)
-        assert parts(reply)[0]["info"]["success"] is False if reply.status_code == 200 else "detail" in reply.json()
-        http.post("/environments", json={"ids2configs": {"a": {"env_name": name, "env_config": {}}}})
-        http.post("/reset/a", json={"seed": 1})
-        legacy = http.post("/step/a", content=json.dumps({"action": action}), headers={"Content-Type": "application/json"})
-        assert (legacy.status_code, legacy.json()["info"].get("success", False)) == (200, False)
-        http.request("DELETE", "/close/a")
-        with connect(at(server, f"/openenv/{name}/ws"), max_size=None) as socket:
-            asked(socket, {"type": "reset", "data": {"seed": 1}})
-            assert asked(socket, {"type": "step", "data": {"response": action}})["type"] in ("observation", "error")
-        assert http.get("/health").json()["status"] == "ok"
+    opened, _ = parts(post("/connect", {"env_config": {"env_name": name}, "seed": 1}))
+    call = {"session_id": opened["session_id"], "method": "step", "params": {"action_str": action}}
+    reply = post("/call", call)
+    assert reply.status_code in (200, 500)
+    assert parts(reply)[0]["info"]["success"] is False if reply.status_code == 200 else "detail" in reply.json()
+    http.post("/environments", json={"ids2configs": {"a": {"env_name": name, "env_config": {}}}})
+    http.post("/reset/a", json={"seed": 1})
+    legacy = http.post("/step/a", content=json.dumps({"action": action}), headers={"Content-Type": "application/json"})
+    assert (legacy.status_code, legacy.json()["info"].get("success", False)) == (200, False)
+    http.request("DELETE", "/close/a")
+    with connect(at(server, f"/openenv/{name}/ws"), max_size=None) as socket:
+        asked(socket, {"type": "reset", "data": {"seed": 1}})
+        assert asked(socket, {"type": "step", "data": {"response": action}})["type"] in ("observation", "error")
+    assert http.get("/health").json()["status"] == "ok"

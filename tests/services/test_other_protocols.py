@@ -280,30 +280,35 @@ def test_an_environment_that_failed_is_reset_under_its_id() -> None:
         assert parts(post_form(http, "/call", reset))[0]["obs"] == "seed 2"
 
 
+@pytest.fixture(scope="module")
+def http(server: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server) as client:
+        yield client
+
+
 SEEDS = ("7", "7.0", '"7"', '" 7.0 "', "7e0")
 NO_SEEDS = ("-1", "1e400", "true", "false", "7.5", '"seven"', '""', '"-7"', "[7]", "{}", "NaN", str(2**63), '"٧"')
 
 
 @pytest.mark.parametrize("spelled", [*SEEDS, *NO_SEEDS, "null"])
-def test_a_seed_is_a_whole_number_in_any_of_its_spellings_or_refused(server: str, spelled: str) -> None:
+def test_a_seed_is_a_whole_number_in_any_of_its_spellings_or_refused(http: httpx.Client, server: str, spelled: str) -> None:
     good, headers = spelled in SEEDS, {"Content-Type": "application/json"}
     id = f"seed {spelled}"
-    with httpx.Client(base_url=server) as http:
-        http.post("/environments", json={"ids2configs": {id: COUNTING, "other": COUNTING}})
-        for path, body in (
-            ("/batch/reset", f'{{"ids2seeds": {{"other": 1, {json.dumps(id)}: {spelled}}}}}'),
-            (f"/reset/{id}", f'{{"seed": {spelled}}}'),
-        ):
-            reply = http.post(path, content=body.encode(), headers=headers)
-            assert (reply.status_code, b"seed 7" in reply.content) == ((200, True) if good else (400, False))
-            assert ("error" in reply.json()) is not good
-        http.post("/batch/close", json={"env_ids": [id, "other"]})
-        text = form({"env_config": COUNTING, "seed": "SEED"})[0].replace(b'"SEED"', spelled.encode())
-        connected = http.post("/connect", content=text, headers=form({})[1])
-        assert connected.status_code == (200 if good or spelled == "null" else 500)  # none: no reset
-        assert (b"seed 7" in connected.content) is good
-        if connected.status_code == 200:
-            post_form(http, "/call", {"session_id": parts(connected)[0]["session_id"], "method": "close"})
+    http.post("/environments", json={"ids2configs": {id: COUNTING, "other": COUNTING}})
+    for path, body in (
+        ("/batch/reset", f'{{"ids2seeds": {{"other": 1, {json.dumps(id)}: {spelled}}}}}'),
+        (f"/reset/{id}", f'{{"seed": {spelled}}}'),
+    ):
+        reply = http.post(path, content=body.encode(), headers=headers)
+        assert (reply.status_code, b"seed 7" in reply.content) == ((200, True) if good else (400, False))
+        assert ("error" in reply.json()) is not good
+    http.post("/batch/close", json={"env_ids": [id, "other"]})
+    text = form({"env_config": COUNTING, "seed": "SEED"})[0].replace(b'"SEED"', spelled.encode())
+    connected = http.post("/connect", content=text, headers=form({})[1])
+    assert connected.status_code == (200 if good or spelled == "null" else 500)  # none: no reset
+    assert (b"seed 7" in connected.content) is good
+    if connected.status_code == 200:
+        post_form(http, "/call", {"session_id": parts(connected)[0]["session_id"], "method": "close"})
     with connect(at(server, "/openenv/counting/ws")) as socket:
         first = asked(socket, f'{{"type": "reset", "data": {{"seed": {spelled}}}}}')
         expected = {True: "seed 7", False: "seed 0" if spelled == "null" else None}[good]  # there it may be left out
