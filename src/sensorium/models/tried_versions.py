@@ -57,6 +57,7 @@ def untried() -> tuple[str, ...]:
     return tuple(f"{package} {found}" for package, tried in TRIED.items() if (found := _installed(package)) not in tried)
 
 
+@lru_cache
 def _installed(package: str) -> str:
     try:
         return version(package).partition("+")[0]
