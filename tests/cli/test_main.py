@@ -132,17 +132,16 @@ def test_a_dry_run_prints_recipe_and_plan_and_loads_no_torch(recipe: str, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["trial.yaml"]
 
 
-def test_a_dry_run_says_how_many_prompts_a_step_may_play(recipe: str) -> None:
-    done = sensorium("train", recipe, "--dry-run", "selection={dynamic: true, oversample: 1.5}")
-    assert "at most 24 prompts, 96 episodes a step" in " ".join(done.stdout.split())
-
-
-def test_the_resolved_recipe_of_a_dry_run_is_a_recipe(recipe: str, tmp_path: Path) -> None:
+def test_the_resolved_recipe_of_a_dry_run_is_a_recipe_and_says_how_many_prompts_a_step_may_play(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from sensorium.recipe import load_recipe, parse_recipe
 
-    done = sensorium("train", recipe, "steps=7", "--dry-run")
-    resolved = done.stdout[: done.stdout.index("a step")]
-    assert parse_recipe(resolved, "resolved") == load_recipe(recipe, ["steps=7"])
+    changes = ["steps=7", "selection={dynamic: true, oversample: 1.5}"]
+    assert main(["train", recipe, *changes, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert parse_recipe(out[: out.index("a step")], "resolved") == load_recipe(recipe, changes)
+    assert "at most 24 prompts, 96 episodes a step" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

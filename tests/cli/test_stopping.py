@@ -32,6 +32,7 @@ sys.exit(main(["train", "trial.yaml", "--dry-run"]))
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize(
     ("disposition", "sent", "code", "word"),
     [

@@ -48,7 +48,7 @@ def test_a_service_keeps_to_its_description(make: Callable[[Path], Any], tmp_pat
             operation = found.ok()
             tried.append(operation.label)
 
-            @settings(max_examples=10, suppress_health_check=list(HealthCheck), deadline=None, database=None)
+            @settings(max_examples=5, suppress_health_check=list(HealthCheck), deadline=None, database=None)
             @given(case=operation.as_strategy(), good=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
             def keeps(case: Any, good: Any) -> None:
                 case.call_and_validate(checks=rules)
