@@ -157,7 +157,9 @@ def test_failed_episodes_are_missing_and_are_played_again(capsys: pytest.Capture
 
 def test_a_recording_of_something_else_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     sn.record(recipe(), limit=2, show=False)
-    assert len(sn.record(recipe(), limit=3, show=False)) == 3  # more of the same
+    some = sn.record(recipe(), limit=3, show=False)  # more of the same
+    whole = sn.record(recipe(), to="whole", show=False)
+    assert [row["id"] for row in some] == [whole[at]["id"] for at in (5, 4, 3)], "RL begins with the others"
     with pytest.raises(SensoriumError):
         sn.record(recipe(), limit=3, min_reward=0.5, show=False)
     with pytest.raises(SensoriumError):

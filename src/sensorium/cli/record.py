@@ -4,6 +4,7 @@ checkpoint, or a model behind an OpenAI-compatible server. Episodes may be filte
 Each episode is written as soon as it ends. A recording that was interrupted goes on when its command is run again.
 """
 
+import itertools
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -114,7 +115,7 @@ def record(recipe: Recipe, order: RecordingOrder, bar: WorkBar) -> RecordingSumm
         bar.begin(f"{recipe.name}: looking at tasks.train")
         player = _player(recipe, order, bar, opened)
         stream = make_stream(recipe, player.store)
-        rows = distinct_rows(stream, order.limit)
+        rows = rows_to_record(stream, order.limit)
         content = {"tasks": [data["tasks"]["train"], recipe.tasks.shuffle], "rewards": data["rewards"]["terms"]}
         content["rollout"] = {key: data["rollout"][key] for key in PLAYED} | {"temperature": order.temperature}
         claim = RecordingClaim(
@@ -140,14 +141,17 @@ def _refuse(recipe: Recipe, order: RecordingOrder) -> None:
         raise RecipeError("--model and --api-key-env are for --from http://…; a checkpoint is named by --from PATH.")
 
 
-def distinct_rows(stream: TaskStream, count: int) -> list[tuple[int, int]]:
-    """The first ``count`` different (source, row) that training draws; 0: every row, in that order."""
+def rows_to_record(stream: TaskStream, count: int) -> list[tuple[int, int]]:
+    """``count`` different (source, row), the last that training draws in its first pass; 0: every row, from the first on.
+
+    RL draws from the beginning, so it starts with tasks that no demonstration has shown.
+    """
     total = sum(map(len, stream.sources))
+    some = 0 < count < total
+    positions = itertools.chain(range(total - 1, -1, -1), itertools.count(total)) if some else itertools.count()
     rows: dict[tuple[int, int], None] = {}
-    position = 0
-    while len(rows) < min(count or total, total):
-        rows.setdefault(stream.at(position))
-        position += 1
+    while len(rows) < (count if some else total):
+        rows.setdefault(stream.at(next(positions)))
     return list(rows)
 
 
