@@ -123,7 +123,8 @@ RESUMED = {
                 {"source": "environments", "options": {"environment": "frozen_lake", "size": 16, "options": {"cell": 32}}}
             ]
         },
-        selection={"dynamic": True, "max_rounds": 3, "oversample": 1.5},
+        batch={"prompts_per_step": 2, "group_size": 3},
+        selection={"dynamic": True, "max_rounds": 2, "oversample": 1.5},
         rollout={"max_turns": 7},
         rewards={"terms": [{"name": "environment"}]},
     ),
