@@ -68,8 +68,9 @@ def _nothing_given_up() -> None:
 @pytest.fixture(scope="session")
 def fork_server(common: Path) -> Iterator[ForkServer]:
     """One for all workers, which the first test that wants it starts."""
-    modules = ("studies.resumed_runs", "torch.distributed.checkpoint")
+    modules = ("studies.resumed_runs", "torch.distributed.checkpoint", "openai", "uvicorn")
     ours = ("sensorium.cli.main", "sensorium.engines.process_child", "sensorium.assembly.rank_main")
+    ours += ("sensorium.services.environment_service", "sensorium.services.sessions")
     with ForkServer(*modules, *ours, shared=common / "forks") as server:
         yield server
 

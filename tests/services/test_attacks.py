@@ -261,6 +261,7 @@ def test_a_key_that_no_client_can_send_is_refused_at_the_start(key: str) -> None
         refuse_open("127.0.0.1", key)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_client_that_sends_half_a_body_does_not_keep_a_stopped_service_alive() -> None:
     command = [
         sys.executable,

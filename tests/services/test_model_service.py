@@ -330,7 +330,10 @@ def test_a_client_that_goes_away_and_a_server_that_stops(tmp_path: Path) -> None
         refuse_open("0.0.0.0", "")
 
 
-@pytest.mark.parametrize("what", [["model", "tiny:qwen2_5_omni"], ["reward", "tiny:qwen2_5_omni"], ["env", "frozen_lake"]])
+SERVICES = [["model", "tiny:qwen2_5_omni"], ["reward", "tiny:qwen2_5_omni"], ["env", "frozen_lake"]]
+
+
+@pytest.mark.parametrize("what", SERVICES)
 def test_no_service_listens_beyond_this_machine_without_a_key(
     what: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,11 +343,11 @@ def test_no_service_listens_beyond_this_machine_without_a_key(
         assert "Set SENSORIUM_SERVICE_KEY" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", [["model", "tiny:qwen2_5_omni"], ["reward", "tiny:qwen2_5_omni"], ["env", "frozen_lake"]])
-def test_a_port_in_use_is_reported_before_torch_is_imported(what: list[str]) -> None:
-    code = "import sys; from sensorium.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+def test_a_port_in_use_is_reported_before_torch_is_imported() -> None:
+    code = "import sys; from sensorium.cli.main import main\n"
+    code += f"for what in {SERVICES}: print(main(['serve', *what, '--port', sys.argv[1]]), 'torch' in sys.modules)"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-c", code, "serve", *what, "--port", port]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert (ended.stdout.split(), f"127.0.0.1:{port}" in ended.stderr) == (["2", "False"], True)
+        ended = subprocess.run([sys.executable, "-c", code, port], capture_output=True, text=True, timeout=50)
+    assert ended.stdout.splitlines() == ["2 False"] * len(SERVICES)
+    assert ended.stderr.count(f"127.0.0.1:{port}") == len(SERVICES)
