@@ -208,7 +208,7 @@ def test_a_path_that_cannot_be_read_is_refused(place: str, tmp_path: Path) -> No
         decode_video(tmp_path / place, middle(frames=2), "row 3")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(st.data())
 def test_no_damage_whatever_raises_anything_but_media_error(data: st.DataObject) -> None:
     damaged = bytearray(CLIP)

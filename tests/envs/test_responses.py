@@ -215,7 +215,7 @@ ASKED = st.lists(
 
 
 @given(st.sampled_from(sorted(FORMS)), ASKED)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_vagens_grammar_takes_the_first_answer_and_cuts_it(name: str, text: str) -> None:
     names = ("Left", "Down", "Right", "Up")
     asked = ActionGrammar(names, 2, ResponseFormat(name, grammar="vagen")).read(text)
