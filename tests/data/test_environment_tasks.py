@@ -108,6 +108,17 @@ def test_wrong_options_are_refused_with_the_right_name() -> None:
         EnvironmentTasks("frozen_lake", MediaStore(), size=0)
 
 
+def test_one_environment_is_built_for_the_sources_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    monkeypatch.setattr(environment_tasks, "build", lambda *given, **named: built.append(given) or build(*given, **named))
+    store = MediaStore()
+    for options in ({"size": 4}, {"size": 4}, {"size": 5}):
+        EnvironmentTasks("frozen_lake", store, options, size=2)
+    assert len(built) == 2
+    EnvironmentTasks("frozen_lake", MediaStore(), {"size": 4}, size=2)
+    assert len(built) == 3, "another run begins"
+
+
 class Keyless:
     """A environment of the user's own that cannot tell its content."""
 

@@ -102,10 +102,10 @@ def _plan(recipe: Recipe) -> Plan:
 
 def read_a_few(recipe: Recipe) -> tuple[list[Task], str]:
     """Two tasks of every source, to see which media they have; none and the reason, if those of one cannot be read."""
-    tasks: list[Task] = []
+    tasks, store = list[Task](), MediaStore()
     for side in get_args(Side):
         try:
-            for i, source in enumerate(make_sources(recipe.tasks, side, MediaStore())):
+            for i, source in enumerate(make_sources(recipe.tasks, side, store)):
                 if not (found := a_few([source], each=2)):
                     return [], f"tasks.{side}.{i}: the rows that were tried are bad; sensorium validate names them"
                 tasks += found

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from sensorium.cluster.pool import WorkerFailure, WorkerPool
 from sensorium.data.media_files import read_bytes
@@ -214,8 +215,18 @@ def _keys(kind: Any, seeds: list[int], options: Mapping[str, Any]) -> list[tuple
     return found
 
 
+_BUILT: WeakKeyDictionary[MediaStore, set[str]] = WeakKeyDictionary()
+"""Environments with options that were built for the sources of a store: training and evaluation mostly name the same."""
+
+
 def _check_options(environment: str, options: Mapping[str, Any], store: MediaStore) -> None:
-    """Build one environment and close it, so that wrong options are refused before anything is played."""
+    """Build one environment and close it, so that wrong options are refused before anything is played.
+
+    One with the same options is not built again for the same store: a browser takes seconds to start.
+    """
+    known, asked = _BUILT.setdefault(store, set()), f"{environment} {dict(options)!r}"
+    if asked in known:
+        return
     where = f"environments of '{environment}'"
     pool = WorkerPool("environment")
     worker = pool.lease()
@@ -225,6 +236,7 @@ def _check_options(environment: str, options: Mapping[str, Any], store: MediaSto
             raise built.error
         if built.error is not None:
             raise RecipeError(f"{where}: one could not be built: {words(built.error)}") from built.error
+        known.add(asked)
         closing = getattr(built.value, "close", None)
         if closing is not None:
             worker.submit(closing, DEADLINE_S)  # nobody waits for it
