@@ -15,6 +15,7 @@ from sensorium.recipe.load import load_recipe
 from sensorium.report.page import write_report
 from sensorium.runs.checkpoint_layout import CheckpointFolder, refuse_damaged
 from sensorium.runs.metrics import read_metrics, repeatable
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.run import train
 from sensorium.trainer.run_claim import Fork
 from sensorium.vocabulary.errors import CheckpointError, RecipeError
@@ -158,18 +159,20 @@ def test_the_command_forks_and_a_changed_key_on_resume_names_it(
     with pytest.raises(CheckpointError) as refused:
         train(load_recipe(ancestor, ["optimizer.lr=1e-5", "model.lora.rank=4"]), resume=True)
     assert "--as" not in str(refused.value), "a fork would refuse it, too"
+    RunDirectory(tmp_path / "runs/near").create().recipe.touch()
     for arguments, said in (
         ([f"{ancestor}@9", "--as", "b"], "no complete checkpoint of step 9; there are: 1, 2, 3"),
         ([f"{ancestor}@2"], "needs a name: --as NAME"),
         ([str(ancestor), "--as", "b"], f"sensorium train {ancestor}@3 (there are 1, 2, 3)"),
         ([f"{tmp_path}/nothing@2", "--as", "b"], "holds no run"),
+        (["near@2", "--as", "b"], "There is one in 'runs/near'."),
         ([f"{ancestor}@2", "--as", "b", "model.lora.rank=4", "--dry-run"], "model.lora.rank was 0 and is now 4"),
     ):
         assert main(["train", *arguments]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
     assert main(["train", f"{ancestor}@2", "--as", "b", "optimizer.moments=bfloat16", "--dry-run"]) == 0
     assert "the optimizer starts afresh: optimizer.moments changed" in capsys.readouterr().out
-    assert not (tmp_path / "runs").exists()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["near"]
     assert main(["train", f"{ancestor}@2", "--as", "b", "optimizer.lr=1e-5"]) == 0
     run = tmp_path / "runs" / "b"
     assert load_recipe(run).name == "b"

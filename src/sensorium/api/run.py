@@ -119,7 +119,7 @@ class Run:
         self.directory = Path(directory)
         self._record = RunDirectory(self.directory)
         if not self._record.exists():
-            raise CheckpointError(f"'{directory}' holds no run: it has no recipe.yaml.")
+            raise CheckpointError(self._record.absence())
         self._logs: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
 
     @property

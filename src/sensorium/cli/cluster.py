@@ -25,8 +25,8 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Print the status of a run's processes; 1 if one is missing, or the run ended before its last step."""
     directory = arguments.directory
-    if not (directory / "recipe.yaml").exists():
-        raise RecordError(f"'{directory}' holds no run: give the directory that 'sensorium train' wrote.")
+    if not RunDirectory(directory).exists():
+        raise RecordError(RunDirectory(directory).absence())
     found, console = read_processes(directory), Terminal()
     holder = last_holder(directory)
     drivers = [row.pid for row in found.rows if row.part == "driver"] if found is not None else []

@@ -10,6 +10,7 @@ from pathlib import Path
 from sensorium.report.console import WorkBar
 from sensorium.report.tables import print_grid, rescoring_grids
 from sensorium.report.terminal import Terminal, say
+from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import RecipeError, RecordError
 
 USAGE = "sensorium rescore RUN [--rewards FILE] [key=value …] [--steps A..B] [--evaluations] [--limit N] [--out DIR]"
@@ -29,8 +30,8 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     directory, file = arguments.directory, arguments.rewards
-    if not (directory / "recipe.yaml").exists():
-        raise RecordError(f"'{directory}' holds no run: give the directory that 'sensorium train' wrote.")
+    if not RunDirectory(directory).exists():
+        raise RecordError(RunDirectory(directory).absence())
     if arguments.limit < 0:
         raise RecipeError(f"--limit is {arguments.limit}; give a number of groups, or 0 for all.")
     from sensorium.evaluation.folder import costs_line

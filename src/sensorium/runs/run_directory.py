@@ -63,6 +63,12 @@ class RunDirectory:
     def exists(self) -> bool:
         return self.recipe.exists()
 
+    def absence(self) -> str:
+        """That no run is here, and which folder was meant if one of the same name is in the usual place."""
+        meant = Path("runs") / self.path
+        found = f" There is one in '{meant}'." if RunDirectory(meant).exists() else ""
+        return f"'{self.path}' holds no run: it has no recipe.yaml.{found}"
+
     def is_barren(self) -> bool:
         """True if the run here never finished a step, so that nothing is lost by removing it."""
         kept = (self.checkpoints, self.kept, self.eval)

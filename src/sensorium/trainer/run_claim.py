@@ -59,7 +59,7 @@ def fork_point(given: str) -> tuple[Path, int] | None:
         return None
     run, step = Path(found[1]), int(found[2])
     if not RunDirectory(run).exists():
-        raise CheckpointError(f"'{run}' holds no run, so there is no checkpoint '{given}' to fork.")
+        raise CheckpointError(f"there is no checkpoint '{given}' to fork: {RunDirectory(run).absence()}")
     checkpoint_of_run(run, step=step)
     return run, step
 
