@@ -19,10 +19,13 @@ FAMILIES = (
     "reward", "accuracy", "missing", "retries", "judge", "environment", "tasks", "groups", "episodes", "policy", "value",
     "mismatch", "packing", "eval", "sight", "health", "media", "time", "throughput", "memory",
 )  # fmt: skip
+# Health rules that judge clocks and processes, not what the model learns: equal runs may differ in them.
+OF_THE_MACHINE = ("lost_processes", "slower_computing", "slow_phase")
 # Metrics that differ between equal runs: of two runs one may be slower, or resumed with filled caches.
 UNREPEATABLE = (
     "media/", "time/", "throughput/", "memory/", "retries/", "judge/", "eval/judge/", "environment/hung",
     "environment/places", "wait/", "worker/", "engine/",
+    *(f"health/{rule}" for rule in OF_THE_MACHINE),
 )  # fmt: skip
 
 

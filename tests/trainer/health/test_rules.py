@@ -7,7 +7,7 @@ import pytest
 
 from sensorium.evaluation.summary import wilson
 from sensorium.recipe.schema import Recipe
-from sensorium.runs.metrics import Finding, SightResult
+from sensorium.runs.metrics import OF_THE_MACHINE, Finding, SightResult, repeatable
 from sensorium.trainer.health.facts import Evidence, HeldOutResult, History, StepFacts, has_trained
 from sensorium.trainer.health.rules import RULES, constant_term, examine
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
@@ -266,6 +266,18 @@ def test_a_rule_fires_on_its_case_in_one_line_with_cause_and_advice(rule: str) -
     assert "\n" not in finding.text
     assert finding.cause
     assert finding.advice
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_findings_that_equal_runs_share_come_from_what_equal_runs_share(rule: str) -> None:
+    given, _ = CASES[rule]
+    shared = replace(given, row=repeatable(given.row), evidence=replace(given.evidence, given_up=()))
+    assert (rule in found(shared)) is (rule not in OF_THE_MACHINE)
+    assert (f"health/{rule}" in repeatable({f"health/{rule}": 1.0})) is (rule not in OF_THE_MACHINE)
+
+
+def test_findings_about_the_machine_hide_no_others() -> None:
+    assert not any(rule.hides for rule in RULES if rule.name in OF_THE_MACHINE)
 
 
 def test_processes_are_lost_when_a_count_grows_or_some_do_not_work() -> None:

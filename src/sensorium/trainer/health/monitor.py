@@ -11,7 +11,17 @@ from typing import Any
 from sensorium.learner.learner_protocol import RunLearner
 from sensorium.recipe.schema import Recipe
 from sensorium.report.watcher import Watcher
-from sensorium.runs.metrics import Finding, Notice, SightResult, State, read_health, read_metrics, write_notice, write_sight
+from sensorium.runs.metrics import (
+    OF_THE_MACHINE,
+    Finding,
+    Notice,
+    SightResult,
+    State,
+    read_health,
+    read_metrics,
+    write_notice,
+    write_sight,
+)
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.trainer.health.facts import Evidence, HeldOutResult, History, Row, StepFacts
 from sensorium.trainer.health.rules import IN_A_ROW, examine
@@ -21,7 +31,7 @@ FIRST_REMINDER = 10
 CLEAR_STEPS = 5  # steps without a finding after which it is over; one that comes and goes is reported once
 BY_SIGHT_CHECK = frozenset({"blind"})  # findings that only a sight check can make or end
 DAMAGING = frozenset({"sudden_loss", "learning_rate"})  # findings after which an earlier checkpoint is to be preferred
-NO_CAUSE = frozenset({"lost_processes", "slower_computing", "slow_phase"})  # none explains why nothing was trained
+NO_CAUSE = frozenset(OF_THE_MACHINE)  # none explains why nothing was trained
 
 
 def refuse_ruined(learner: RunLearner, step: int, complete: Callable[[], Sequence[int]]) -> None:
