@@ -24,7 +24,7 @@ OF_THE_MACHINE = ("lost_processes", "slower_computing", "slow_phase")
 # Metrics that differ between equal runs: of two runs one may be slower, or resumed with filled caches.
 UNREPEATABLE = (
     "media/", "time/", "throughput/", "memory/", "retries/", "judge/", "eval/judge/", "environment/hung",
-    "environment/places", "wait/", "worker/", "engine/",
+    "environment/places", "wait/", "worker/", "engine/", "logger/",
     *(f"health/{rule}" for rule in OF_THE_MACHINE),
 )  # fmt: skip
 
