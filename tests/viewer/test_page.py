@@ -173,6 +173,24 @@ def test_runs_are_listed_with_their_curves_and_where_their_recipes_differ(visit:
     expect(page.locator(".tip").first).to_contain_text("step")
 
 
+def test_a_click_is_not_lost_where_the_page_is_drawn_again_meanwhile(visit: Visit) -> None:
+    page = visit.page
+    page.locator(".runs tbody th").get_by_text("shapes", exact=True).hover()
+    page.mouse.down()
+    with page.expect_response("**/api/runs") as answer:
+        page.evaluate("dispatchEvent(new HashChangeEvent('hashchange'))")
+    answer.value.finished()
+    page.evaluate("fetch('assets/viewer/icon.svg').then((answer) => answer.text())")  # by then the answer has been taken
+    page.mouse.up()
+    page.wait_for_url("**/#/run/*")
+    page.get_by_role("link", name="Recipe").hover()
+    page.mouse.down()
+    page.mouse.move(0, 0)
+    page.mouse.up()
+    page.locator(".brand").click()
+    expect(page.locator(".runs tbody th")).to_have_count(3)  # a press without a click holds nothing up
+
+
 def test_episodes_are_found_by_words_numbers_and_keys(visit: Visit) -> None:
     page = visit.open("shapes")
     expect(page.get_by_role("status").filter(has_text="episodes")).to_contain_text("1 to 50 of 256 episodes")

@@ -48,7 +48,28 @@ export function address(path, asked = {}) {
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
 }
 
-/** The answer to a request, or an error with what is wrong in words. */
+let press = Promise.resolve(); // done when nothing is pressed any longer
+let release = () => {};
+/** For how many milliseconds answers have waited for the end of a press. */
+export const presses = { ms: 0 };
+
+document.addEventListener("pointerdown", (event) => {
+  release();
+  const pressed = event.target.closest("a, button, label, summary, select");
+  if (event.button === 2 || !pressed || pressed.localName === "select") return; // menus may take the release
+  press = new Promise((done) => (release = () => setTimeout(done))); // in a later task than the click
+}, true);
+for (const end of ["pointerup", "pointercancel", "click", "contextmenu", "keydown"]) document.addEventListener(end, () => release(), true);
+document.addEventListener("pointermove", (event) => event.buttons || release(), true); // released outside of the page
+
+/** Wait while a link or a button is pressed: drawn again between press and release, it would not be clicked. */
+async function unpressed() {
+  const began = performance.now();
+  for (let seen; seen !== press;) await (seen = press);
+  presses.ms += performance.now() - began;
+}
+
+/** The answer to a request, or an error with what is wrong in words; neither comes while a link or a button is pressed. */
 export async function ask(path, asked = {}, signal = undefined) {
   let answer, found;
   try {
@@ -57,7 +78,10 @@ export async function ask(path, asked = {}, signal = undefined) {
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error(answer ? `The answer ${answer.status} cannot be read.` : "The viewer does not answer: start 'sensorium view' again, and open the address that it prints.");
+  } finally {
+    await unpressed();
   }
+  signal?.throwIfAborted();
   if (!answer.ok) throw new Error(found.problem ?? `The answer is ${answer.status}.`);
   return found;
 }
@@ -75,7 +99,11 @@ export async function post(path, body, say, signal) {
       rest = lines.pop();
       for (const { state, problem, result } of lines.map((line) => JSON.parse(line))) {
         if (problem !== undefined) throw new Error(problem);
-        if (result !== undefined) return result;
+        if (result !== undefined) {
+          await unpressed();
+          signal?.throwIfAborted();
+          return result;
+        }
         say(state);
       }
       if (done) throw new Error("The viewer ended before it had answered.");

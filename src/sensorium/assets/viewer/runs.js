@@ -1,6 +1,6 @@
 // The list of runs with their curves and recipes side by side; one run: curves, evaluations, recipe, and its episodes.
 
-import { ago, ask, address, counted, drawing, h, later, number, signed, trouble, verdict } from "./dom.js";
+import { ago, ask, address, counted, drawing, h, later, number, presses, signed, trouble, verdict } from "./dom.js";
 
 const COLOURS = [0, 2, 3, 4, 5, 1]; // of runs, as in the charts of the server
 const CURVES = ["reward/mean", "accuracy", "eval/accuracy"];
@@ -42,13 +42,13 @@ function calmly(visit, work, pause = 2000) {
       return;
     }
     busy = true;
-    const started = performance.now();
+    const started = performance.now() - presses.ms;
     try {
       await work();
     } catch (error) {
       if (error.name !== "AbortError") console.warn(error.message);
     }
-    const slow = Math.min(LONGEST_PAUSE, (performance.now() - started) / SHARE);
+    const slow = Math.min(LONGEST_PAUSE, (performance.now() - presses.ms - started) / SHARE);
     await new Promise((done) => setTimeout(done, Math.max(pause, slow)));
     busy = false;
     if (again && !visit.ended) {
