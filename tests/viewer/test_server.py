@@ -120,6 +120,16 @@ def test_beside_a_run_that_goes_on_indexing_takes_a_share_of_its_time(
         assert viewed.index_s_left == math.inf
 
 
+def test_the_address_of_an_episode_leads_to_it_before_its_log_is_indexed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=6)
+    log = sorted(run.episodes.iterdir())[-1]
+    name = next(read_rows(log))["episode"]["id"]
+    with TestClient(make_view([tmp_path], TOKEN), base_url=HERE) as client:
+        asked = {"run": run_named(client, "run"), "file": f"episodes/{log.name}"}
+        assert get(client, "api/episode", **asked, id=name).status_code == 200
+        assert get(client, "api/episode", **asked, id="nobody").status_code == 404
+
+
 def test_a_damaged_run_hides_neither_itself_nor_others(tmp_path: Path) -> None:
     make_run(tmp_path / "well", steps=6)
     run = make_run(tmp_path / "odd", steps=6)

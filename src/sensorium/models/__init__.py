@@ -91,9 +91,10 @@ def _marked_later(module: str) -> ImportHook:
 
 
 def _mark() -> None:
-    while MARKS:
+    dynamo = sys.modules["torch._dynamo"]
+    while MARKS and hasattr(dynamo, "disable"):  # not where its import failed, which is what the user is to read
         name, function = MARKS.pop()
-        getattr(sys.modules["torch._dynamo"], name)(function)
+        getattr(dynamo, name)(function)
 
 
 def _scan_once() -> None:

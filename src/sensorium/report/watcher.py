@@ -210,8 +210,9 @@ class Logger(Watcher):
     """A watcher that writes each step's metrics; the evaluation at the start belongs to no step."""
 
     def evaluated(self, step: int, summary: Summary) -> None:
-        if step == 0 and summary.get("accuracy") is not None:
-            self.stepped(0, {"eval/accuracy": summary["accuracy"]})
+        found = {f"eval/{name}": summary[name] for name in ("accuracy", "reward") if summary.get(name) is not None}
+        if step == 0 and found:
+            self.stepped(0, found)
 
 
 COLUMNS = ["step", "task", "text", "reward", "correct", "status"]

@@ -154,7 +154,7 @@ def medium_of(row: Mapping[str, Any], number: int) -> Media:
     task, episode, _ = _read(row)
     media = media_of(task, episode)
     if not 0 <= number < len(media):
-        raise MediaError(f"the episode has {len(media)} media, and none of number {number}.")
+        raise MediaError(f"the episode has {len(media)} media, and none of number {number + 1}.")
     return given_clips(episode).get(asked(media[number]), media[number])
 
 

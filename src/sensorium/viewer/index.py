@@ -199,7 +199,9 @@ class EpisodeIndex:
         for _ in range(2):
             found = self._one("f.name, e.start, e.length", log, name)
             if found is None:
-                return None
+                if not self.behind or not self.update(only=log):
+                    return None
+                continue
             with suppress(OSError, ValueError, KeyError, TypeError):
                 with (self.run.path / found[0]).open("rb") as file:
                     file.seek(found[1])

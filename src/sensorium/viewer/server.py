@@ -191,6 +191,8 @@ class Viewer:
         found = self.run(run)
         row = found.index.row(file, id)
         if row is None:
+            if found.index.behind:
+                raise HTTPException(404, "this run's episodes are being indexed: open it again in a moment")
             raise HTTPException(404, "there is no such episode (any more): the run may keep only a part of its logs")
         return found, row
 

@@ -273,7 +273,9 @@ def edited(shown: Decoded, edit: MediumEdit) -> Decoded:
         if edit.change == "mute":
             raise MediaError("the model heard nothing of this video, so there is nothing to mute.")
         if edit.frame is not None and edit.frame >= len(shown.frames):
-            raise MediaError(f"the model was given {counted(len(shown.frames), 'frame')}, and none of number {edit.frame}.")
+            raise MediaError(
+                f"the model was given {counted(len(shown.frames), 'frame')}, and none of number {edit.frame + 1}."
+            )
         frames = shown.frames.copy()
         if edit.change == "drop":
             assert edit.frame is not None, "the request was checked"
@@ -400,7 +402,7 @@ class StoredTurn:
         """Turn ``number`` of a log's row."""
         episode = episode_from_json(row["episode"])
         if number >= len(episode.turns):
-            raise RecordError(f"the episode has {counted(len(episode.turns), 'turn')}, and none of number {number}.")
+            raise RecordError(f"the episode has {counted(len(episode.turns), 'turn')}, and none of number {number + 1}.")
         return StoredTurn(file, row, task_from_json(row["task"]), episode, episode.turns[number])
 
     @property
