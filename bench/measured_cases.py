@@ -17,7 +17,7 @@ from sensorium.forecast.costs import (
     kinds,
     published_configs,
 )
-from sensorium.recipe.shape import shape_by_config, tiny_config
+from sensorium.recipe.model_shape import shape_by_config, tiny_config
 
 FOLDER = Path(__file__).parent / "baselines"
 _MEASURED: dict[str, Any] = json.loads((FOLDER / "h200.json").read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sensorium.forecast.costs import Costs, StepWork, costs_of, kinds, machine, published_configs
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
-from sensorium.recipe.shape import shape_by_config
+from sensorium.recipe.model_shape import shape_by_config
 
 MODEL, KIND = "Qwen2.5-VL-7B", "h200"
 WORK = StepWork(prompts=512, group=16, prompt=600, response=1000, tail=8.0, patches=2400)

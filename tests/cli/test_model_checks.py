@@ -16,8 +16,8 @@ from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.models.load import check_checkpoint
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX
+from sensorium.recipe.model_shape import IncompleteConfig, read_shape
 from sensorium.recipe.schema import LoraSection, ModelSection
-from sensorium.recipe.shape import IncompleteConfig, read_shape
 from sensorium.report.tables import count_text
 from sensorium.vocabulary.errors import ModelError, RecipeError
 from tests.families import LAYOUTS, publish

@@ -18,9 +18,9 @@ from sensorium.forecast.costs import (
 )
 from sensorium.forecast.forecast import Asked, forecast
 from sensorium.recipe.load import load_recipe
+from sensorium.recipe.model_shape import hybrid_layer_bytes, shape_by_config, stock_hybrid_bytes, stock_layer_bytes
 from sensorium.recipe.plan import estimate_memory
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import hybrid_layer_bytes, shape_by_config, stock_hybrid_bytes, stock_layer_bytes
 from sensorium.vocabulary.errors import RecipeError
 
 PUBLISHED = {

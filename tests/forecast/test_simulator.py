@@ -7,7 +7,7 @@ import pytest
 
 from sensorium.forecast.costs import Costs, StepWork, costs_of, kinds, machine, published_configs
 from sensorium.forecast.simulator import Deployment, Engine, PlayedGroup, play, simulate
-from sensorium.recipe.shape import shape_by_config
+from sensorium.recipe.model_shape import shape_by_config
 
 WORK = StepWork(prompts=16, group=8, prompt=276, response=256, tail=4.0, patches=1024)
 COSTS = Costs(costs_of(shape_by_config(published_configs()["Qwen2.5-VL-3B"])), machine(kinds()["h200"]))

@@ -8,8 +8,8 @@ import torch
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.forward import TowerPasses, choose_apart, choose_passes
 from sensorium.models import encoding
+from sensorium.recipe.model_shape import TowerRoom
 from sensorium.recipe.schema import BatchSection
-from sensorium.recipe.shape import TowerRoom
 from sensorium.vocabulary import Media
 
 from .played import Player, make_learner, open_policy

@@ -13,8 +13,8 @@ from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.models.load import check_checkpoint, find_device, load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX
+from sensorium.recipe.model_shape import read_shape
 from sensorium.recipe.schema import ModelSection
-from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
 from tests.families import make_published
 

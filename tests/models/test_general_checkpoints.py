@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from sensorium.models.family import group_of
 from sensorium.models.general_path import module_groups
-from sensorium.recipe.shape import read_shape
+from sensorium.recipe.model_shape import read_shape
 from tests.general_checkpoints import GENERAL, VOXTRAL_SOUND, make_checkpoint, model_class, tokenizer_of
 
 

@@ -24,8 +24,8 @@ from sensorium.models import rendering
 from sensorium.models.load import check_checkpoint, load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX, SINGLE, read_weight_file
+from sensorium.recipe.model_shape import read_shape
 from sensorium.recipe.schema import ModelSection
-from sensorium.recipe.shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
 
 from ..file_limit import small_files_only

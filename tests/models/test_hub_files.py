@@ -15,8 +15,8 @@ from sensorium.models.policy import Policy
 from sensorium.models.tiny import make_tiny
 from sensorium.models.weight_files import INDEX
 from sensorium.recipe.load import load_recipe
+from sensorium.recipe.model_shape import read_shape
 from sensorium.recipe.schema import LoraSection
-from sensorium.recipe.shape import read_shape
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.vocabulary.errors import ModelError, RecipeError
 

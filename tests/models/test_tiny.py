@@ -17,7 +17,7 @@ from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.models.load_chat import load_chat_processor
 from sensorium.models.tiny import TAGS, make_tiny, special_tokens
 from sensorium.recipe.family_facts import FAMILIES
-from sensorium.recipe.shape import read_shape
+from sensorium.recipe.model_shape import read_shape
 from sensorium.vocabulary.errors import ModelError, RecipeError
 from tests.families import FAMILY_ROWS, SEEING, SENSING, stock_class
 

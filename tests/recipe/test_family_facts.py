@@ -8,8 +8,8 @@ from safetensors import safe_open
 
 from sensorium.models.checkpoint_path import find_checkpoint
 from sensorium.recipe.family_facts import FAMILIES, FamilyFacts, is_unloaded
+from sensorium.recipe.model_shape import count_parameters, tiny_config, tower_tensors
 from sensorium.recipe.registry import NAMES, register
-from sensorium.recipe.shape import count_parameters, tiny_config, tower_tensors
 
 
 def test_the_facts_of_every_family_are_read_without_torch() -> None:

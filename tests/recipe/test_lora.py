@@ -6,9 +6,9 @@ import pytest
 
 from sensorium.recipe import parse_recipe
 from sensorium.recipe.family_facts import FAMILIES
+from sensorium.recipe.model_shape import ends_in, linears_by_config, read_shape
 from sensorium.recipe.plan import estimate_memory, make_plan
 from sensorium.recipe.schema import LoraSection
-from sensorium.recipe.shape import ends_in, linears_by_config, read_shape
 from sensorium.vocabulary.errors import RecipeError
 
 from .test_load import GOOD, refused

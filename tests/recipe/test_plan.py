@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.family_facts import FAMILIES
+from sensorium.recipe.model_shape import WHOLE_BYTES, count_parameters, read_shape, tower_bytes, tower_room
 from sensorium.recipe.plan import (
     estimate_memory,
     for_tasks,
@@ -16,7 +17,6 @@ from sensorium.recipe.plan import (
     make_plan,
 )
 from sensorium.recipe.schema import LoraSection, Recipe
-from sensorium.recipe.shape import WHOLE_BYTES, count_parameters, read_shape, tower_bytes, tower_room
 from sensorium.vocabulary import EnvironmentSpec, Media, Task, user
 
 

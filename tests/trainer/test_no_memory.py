@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.assembly import memory
-from sensorium.assembly.memory import memory_exhausted, memory_note
+from sensorium.assembly import out_of_memory
+from sensorium.assembly.out_of_memory import memory_exhausted, memory_note
 from sensorium.cli import train as train_command
 from sensorium.cli.main import main
 from sensorium.learner.learner import Learner
@@ -76,11 +76,11 @@ def test_a_forecast_above_what_is_there_is_said_before_anything_is_spent(
     recipe = small(tmp_path / "run", f"model.path={model}", "steps=1")
     needed = sum(make_plan(recipe).memory.values())
     for there, told in ((needed - 1, True), (needed, False)):
-        monkeypatch.setattr(memory, "_memory_there", lambda _, there=there: there)
+        monkeypatch.setattr(out_of_memory, "_memory_there", lambda _, there=there: there)
         note = memory_note(recipe, make_plan(recipe))
         assert note.startswith("ATTENTION: the run may take") is told
         assert ("rollout.max_context_tokens below" in note) is told
-    monkeypatch.setattr(memory, "_memory_there", lambda _: 1 << 10)
+    monkeypatch.setattr(out_of_memory, "_memory_there", lambda _: 1 << 10)
     ours = small(tmp_path / "ours")
     assert not memory_note(ours, make_plan(ours)), "no alarm for a model of ours on a small laptop"
     (tmp_path / "small.yaml").write_text(dump_recipe(recipe))
@@ -101,12 +101,12 @@ def test_a_gpu_that_chooses_what_to_recompute_needs_no_memory_for_a_tower_that_s
     gpu = SimpleNamespace(total_memory=1 << 40)
     assert plan.model is not None
     needed = least_recomputation(recipe, plan.model, gpu.total_memory).forecast
-    monkeypatch.setattr(memory, "find_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(out_of_memory, "find_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(memory, "_memory_there", lambda _: needed - 1)
+    monkeypatch.setattr(out_of_memory, "_memory_there", lambda _: needed - 1)
     assert memory_note(recipe, plan).startswith("ATTENTION")
     assert memory_note(recipe, heard) == ""
-    assert 0 < memory._forecast(recipe, heard, torch.device("cuda", 0)) == needed - plan.memory["vision tower"]
+    assert 0 < out_of_memory._forecast(recipe, heard, torch.device("cuda", 0)) == needed - plan.memory["vision tower"]
 
 
 def test_a_run_on_sounds_counts_no_tower_that_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,4 +126,4 @@ def test_a_full_gpu_is_named_with_who_holds_it() -> None:
     with pytest.raises(torch.OutOfMemoryError) as failed:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     assert "GPU 0 has no memory left: of its" in str(memory_exhausted(failed.value))
-    assert memory._memory_there(torch.device("cuda")) > 1 << 30
+    assert out_of_memory._memory_there(torch.device("cuda")) > 1 << 30

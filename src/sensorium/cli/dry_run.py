@@ -24,10 +24,10 @@ from sensorium.models.tried_versions import untried
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, computing_notes, gpus_seen
 from sensorium.recipe.load import dump_recipe
+from sensorium.recipe.model_shape import IncompleteConfig, is_ours, on_general_path
 from sensorium.recipe.plan import TOWER, Plan, for_tasks, make_plan
 from sensorium.recipe.registry import resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe, SourceSection
-from sensorium.recipe.shape import IncompleteConfig, is_ours, on_general_path
 from sensorium.report.tables import disk_note, plan_table
 from sensorium.report.terminal import say
 from sensorium.rewards.judges.client import JudgeClient
@@ -74,7 +74,7 @@ def show_dry_run(recipe: Recipe, console: Console, *, train: bool = True, model:
     console.print()
     short = [disk_note(recipe, plan)] if train else []
     if train and not is_ours(recipe.model.path):
-        from sensorium.assembly.memory import memory_note
+        from sensorium.assembly.out_of_memory import memory_note
 
         short.append(memory_note(recipe, plan))
     for caution in [*cautions(recipe), *found, *filter(None, short)]:

@@ -76,7 +76,7 @@ def _write_tiny(arguments: Namespace) -> int:
     _refuse_present(arguments.target)
     from sensorium.models.checkpoint_path import quiet
     from sensorium.models.tiny import make_tiny
-    from sensorium.recipe.shape import family_and_layers
+    from sensorium.recipe.model_shape import family_and_layers
 
     family, layers = family_and_layers(arguments.source.removeprefix("tiny:"))
     with _exporting(arguments.target) as draft, quiet():

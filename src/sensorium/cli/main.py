@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             if "torch" not in sys.modules:
                 raise
-            from sensorium.assembly.memory import memory_exhausted
+            from sensorium.assembly.out_of_memory import memory_exhausted
 
             exhausted = memory_exhausted(error)
             if exhausted is None:

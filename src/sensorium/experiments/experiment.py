@@ -40,10 +40,10 @@ from typing import Any, Literal
 from sensorium.cluster.python_process import ENDS_WITH
 from sensorium.recipe.checks import gpus_seen
 from sensorium.recipe.load import check_recipe, dump_recipe, set_value
+from sensorium.recipe.model_shape import IncompleteConfig, is_ours
 from sensorium.recipe.plan import Plan, free_memory, make_plan, placed_processes
 from sensorium.recipe.registry import own_modules
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import IncompleteConfig, is_ours
 from sensorium.recipe.yaml import Path as Place
 from sensorium.recipe.yaml import read_yaml, value_text, write_yaml
 from sensorium.report.tables import bytes_text

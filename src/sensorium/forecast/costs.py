@@ -23,20 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sensorium.recipe.plan import (
-    BYTES,
-    GIB,
-    SHARE,
-    WAYS,
-    Way,
-    cached_tokens,
-    estimate_memory,
-    state_bytes,
-    trained_parameters,
-    vllm_share,
-)
-from sensorium.recipe.schema import ModelSection, Recipe
-from sensorium.recipe.shape import (
+from sensorium.recipe.model_shape import (
     PATCHES,
     ModelShape,
     activation_bytes,
@@ -50,6 +37,19 @@ from sensorium.recipe.shape import (
     stock_layer_bytes,
     tower_bytes,
 )
+from sensorium.recipe.plan import (
+    BYTES,
+    GIB,
+    SHARE,
+    WAYS,
+    Way,
+    cached_tokens,
+    estimate_memory,
+    state_bytes,
+    trained_parameters,
+    vllm_share,
+)
+from sensorium.recipe.schema import ModelSection, Recipe
 from sensorium.vocabulary.errors import RecipeError, nearest
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "forecast"

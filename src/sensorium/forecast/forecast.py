@@ -27,6 +27,7 @@ from sensorium.forecast.costs import (
 )
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
 from sensorium.recipe.estimators_and_losses import estimator_traits
+from sensorium.recipe.model_shape import ModelShape
 from sensorium.recipe.plan import (
     BYTES,
     GIB,
@@ -38,7 +39,6 @@ from sensorium.recipe.plan import (
     vllm_share,
 )
 from sensorium.recipe.schema import Recipe, ScheduleSection
-from sensorium.recipe.shape import ModelShape
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task
 

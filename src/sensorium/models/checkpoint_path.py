@@ -34,8 +34,8 @@ from transformers.utils import logging
 from sensorium.models.tried_versions import first_with
 from sensorium.models.weight_files import INDEX, SINGLE
 from sensorium.recipe.family_facts import FAMILIES
+from sensorium.recipe.model_shape import family_and_layers, is_ours
 from sensorium.recipe.registry import table
-from sensorium.recipe.shape import family_and_layers, is_ours
 from sensorium.vocabulary.errors import CheckpointError, ModelError, nearest
 
 if TYPE_CHECKING:  # it imports transformers' models, which a chat processor does without

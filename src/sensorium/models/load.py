@@ -41,9 +41,9 @@ from sensorium.models.published_layout import common_name
 from sensorium.models.tried_versions import check_versions
 from sensorium.models.weight_files import STORED, WeightFile, whole_weights
 from sensorium.recipe.family_facts import GENERAL, is_unloaded
+from sensorium.recipe.model_shape import cached_folder, is_ours, part_of, told_by_part
 from sensorium.recipe.plan import free_memory
 from sensorium.recipe.schema import LoraSection, ModelSection
-from sensorium.recipe.shape import cached_folder, is_ours, part_of, told_by_part
 from sensorium.vocabulary.errors import ModelError, RecipeError, nearest
 
 GIB = 1 << 30

@@ -23,8 +23,8 @@ from sensorium.kernels.layer_ops import AdaptedLinear, summed
 from sensorium.models.family import group_of
 from sensorium.models.published_layout import common_name, raw_bytes
 from sensorium.models.weight_files import weight_files
+from sensorium.recipe.model_shape import ends_in
 from sensorium.recipe.schema import LoraSection
-from sensorium.recipe.shape import ends_in
 from sensorium.vocabulary.errors import CheckpointError, RecipeError, nearest
 
 WEIGHTS = "adapter_model.safetensors"

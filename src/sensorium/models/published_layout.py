@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sensorium.models.weight_files import INDEX, StoredTensor, WeightFile, weight_files
 from sensorium.recipe.family_facts import is_unloaded
-from sensorium.recipe.shape import told_by_part
+from sensorium.recipe.model_shape import told_by_part
 from sensorium.runs.checkpoint_layout import MARKER
 from sensorium.vocabulary.errors import CheckpointError
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from sensorium.models.weight_files import saving_weights
 from sensorium.recipe.family_facts import FAMILIES, TEXT, FamilyFacts
-from sensorium.recipe.shape import tiny_config
+from sensorium.recipe.model_shape import tiny_config
 from sensorium.vocabulary.errors import ModelError, nearest
 
 SPECIAL_TOKENS = (

@@ -17,7 +17,7 @@ from shutil import copymode
 import torch
 from safetensors import SafetensorError
 
-from sensorium.recipe.shape import LONGEST_HEADER
+from sensorium.recipe.model_shape import LONGEST_HEADER
 from sensorium.vocabulary.errors import ModelError
 
 SINGLE = "model.safetensors"

@@ -13,6 +13,7 @@ from typing import Any
 from sensorium.recipe.algorithm_checks import algorithm_problems
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.recipe.family_facts import FAMILIES
+from sensorium.recipe.model_shape import IncompleteConfig, ModelShape, on_general_path, read_shape
 from sensorium.recipe.plan import computing_processes
 from sensorium.recipe.registry import PARAMETER_GROUPS, SCHEME, wrong_name, wrong_options
 from sensorium.recipe.schema import (
@@ -24,7 +25,6 @@ from sensorium.recipe.schema import (
     SelectionSection,
     SourceSection,
 )
-from sensorium.recipe.shape import IncompleteConfig, ModelShape, on_general_path, read_shape
 from sensorium.vocabulary.errors import RecipeError, nearest
 from sensorium.vocabulary.metric_names import OF_A_CRITIC, OF_A_STEP, OF_AN_EVALUATION, OPEN_FAMILIES
 

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sensorium.recipe.estimators_and_losses import estimator_traits
-from sensorium.recipe.registry import table
-from sensorium.recipe.schema import OptimizerSection, Recipe
-from sensorium.recipe.shape import (
+from sensorium.recipe.model_shape import (
     LEAST_ROOM,
     IncompleteConfig,
     ModelShape,
@@ -29,6 +27,8 @@ from sensorium.recipe.shape import (
     tower_learns,
     tower_room,
 )
+from sensorium.recipe.registry import table
+from sensorium.recipe.schema import OptimizerSection, Recipe
 from sensorium.vocabulary.plain import counted
 from sensorium.vocabulary.task import Task
 

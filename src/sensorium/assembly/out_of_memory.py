@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from sensorium.models.load import find_device
+from sensorium.recipe.model_shape import is_ours
 from sensorium.recipe.plan import TOWER, Plan, free_memory, learners_memory, least_recomputation, lowering_settings
 from sensorium.recipe.schema import Recipe
-from sensorium.recipe.shape import is_ours
 from sensorium.vocabulary.errors import MemoryExhausted, ModelError
 
 GIB = 1 << 30
