@@ -16,7 +16,7 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import each_once, make_sources
 from sensorium.evaluation.evaluate import attempt_of, cut, play_chunks
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.plan import CLIPS_AT_ONCE
+from sensorium.recipe.memory_estimate import CLIPS_AT_ONCE
 from sensorium.vocabulary import Media, Task, user
 from tests.evaluation.daily import write_daily
 

@@ -18,8 +18,8 @@ from sensorium.forecast.costs import (
 )
 from sensorium.forecast.forecast import Asked, forecast
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.model_shape import hybrid_layer_bytes, shape_by_config, stock_hybrid_bytes, stock_layer_bytes
-from sensorium.recipe.plan import estimate_memory
+from sensorium.recipe.memory_estimate import estimate_memory, hybrid_layer_bytes, stock_hybrid_bytes, stock_layer_bytes
+from sensorium.recipe.model_shape import shape_by_config
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.errors import RecipeError
 

@@ -8,7 +8,7 @@ import torch
 from sensorium.learner.credited_episode import CreditedEpisode
 from sensorium.learner.forward import TowerPasses, choose_apart, choose_passes
 from sensorium.models import encoding
-from sensorium.recipe.model_shape import TowerRoom
+from sensorium.recipe.memory_estimate import TowerRoom
 from sensorium.recipe.schema import BatchSection
 from sensorium.vocabulary import Media
 

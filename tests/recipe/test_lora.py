@@ -6,8 +6,9 @@ import pytest
 
 from sensorium.recipe import parse_recipe
 from sensorium.recipe.family_facts import FAMILIES
+from sensorium.recipe.memory_estimate import estimate_memory
 from sensorium.recipe.model_shape import ends_in, linears_by_config, read_shape
-from sensorium.recipe.plan import estimate_memory, make_plan
+from sensorium.recipe.plan import make_plan
 from sensorium.recipe.schema import LoraSection
 from sensorium.vocabulary.errors import RecipeError
 

@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 
 from sensorium.recipe.family_facts import FAMILIES
-from sensorium.recipe.model_shape import WHOLE_BYTES, count_parameters, read_shape, tower_bytes, tower_room
-from sensorium.recipe.plan import (
-    estimate_memory,
-    for_tasks,
-    given_recomputation,
-    least_recomputation,
-    make_plan,
-)
+from sensorium.recipe.memory_estimate import WHOLE_BYTES, estimate_memory, tower_bytes, tower_room
+from sensorium.recipe.model_shape import count_parameters, read_shape
+from sensorium.recipe.plan import for_tasks, given_recomputation, least_recomputation, make_plan
 from sensorium.recipe.schema import LoraSection, Recipe
 from sensorium.vocabulary import EnvironmentSpec, Media, Task, user
 

@@ -15,7 +15,7 @@ from sensorium.models.tiny import make_tiny, take_published_sizes
 from sensorium.recipe.checks import problems
 from sensorium.recipe.family_facts import FAMILIES
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.plan import cached_tokens
+from sensorium.recipe.memory_estimate import cached_tokens
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.episodes import read_groups
 from sensorium.runs.metrics import read_metrics

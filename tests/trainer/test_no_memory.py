@@ -15,7 +15,8 @@ from sensorium.cli.main import main
 from sensorium.learner.learner import Learner
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.load import dump_recipe
-from sensorium.recipe.plan import TOWER, Plan, for_tasks, least_recomputation, make_plan
+from sensorium.recipe.memory_estimate import TOWER
+from sensorium.recipe.plan import Plan, for_tasks, least_recomputation, make_plan
 from sensorium.trainer.run import train
 from sensorium.vocabulary import Media, Task, user
 from sensorium.vocabulary.errors import MemoryExhausted

@@ -17,7 +17,8 @@ from sensorium.learner.saved_state import local_of, read_learner_state, write_le
 from sensorium.models.fused import Recomputation
 from sensorium.models.policy import Policy, Reference
 from sensorium.recipe.estimators_and_losses import estimator_traits
-from sensorium.recipe.model_shape import TowerRoom, read_shape
+from sensorium.recipe.memory_estimate import TowerRoom
+from sensorium.recipe.model_shape import read_shape
 from sensorium.recipe.plan import GIB, given_recomputation, learners_memory, least_recomputation
 from sensorium.recipe.schema import Recipe
 from sensorium.runs.checkpoint_layout import LEARNER_STATE, TRAINER_FOLDER

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from sensorium.models.load import find_device
+from sensorium.recipe.memory_estimate import TOWER
 from sensorium.recipe.model_shape import is_ours
-from sensorium.recipe.plan import TOWER, Plan, free_memory, learners_memory, least_recomputation, lowering_settings
+from sensorium.recipe.plan import Plan, free_memory, learners_memory, least_recomputation, lowering_settings
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.errors import MemoryExhausted, ModelError
 

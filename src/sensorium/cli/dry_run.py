@@ -24,8 +24,9 @@ from sensorium.models.tried_versions import untried
 from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import cluster_notes, computing_notes, gpus_seen
 from sensorium.recipe.load import dump_recipe
+from sensorium.recipe.memory_estimate import TOWER
 from sensorium.recipe.model_shape import IncompleteConfig, is_ours, on_general_path
-from sensorium.recipe.plan import TOWER, Plan, for_tasks, make_plan
+from sensorium.recipe.plan import Plan, for_tasks, make_plan
 from sensorium.recipe.registry import resolve, table, wrong_options
 from sensorium.recipe.schema import Recipe, SourceSection
 from sensorium.report.tables import disk_note, plan_table

@@ -19,8 +19,7 @@ from sensorium.forecast.costs import GpuMemory, kinds, planned_shape
 from sensorium.forecast.forecast import Asked, Forecast, forecast
 from sensorium.forecast.simulator import SCHEDULES, Deployment
 from sensorium.recipe.load import load_recipe
-from sensorium.recipe.model_shape import tower_bytes
-from sensorium.recipe.plan import engine_rows
+from sensorium.recipe.memory_estimate import engine_rows, tower_bytes
 from sensorium.recipe.schema import Recipe
 from sensorium.report.tables import bytes_text, count_text
 from sensorium.report.terminal import Terminal, say

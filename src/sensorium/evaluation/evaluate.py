@@ -21,7 +21,7 @@ from sensorium.engines.protocol import Sampling
 from sensorium.evaluation.folder import EvaluationFolder, Journal, add_costs
 from sensorium.evaluation.summary import Row, Sample, row_of, sample_of, summarize_samples
 from sensorium.models.checkpoint_path import identity
-from sensorium.recipe.plan import CLIPS_AT_ONCE
+from sensorium.recipe.memory_estimate import CLIPS_AT_ONCE
 from sensorium.recipe.schema import Recipe, RolloutSection
 from sensorium.report.tables import markdown, summary_grid
 from sensorium.rewards.scorer import GroupScoring, Scorer

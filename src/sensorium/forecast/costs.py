@@ -23,32 +23,24 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sensorium.recipe.model_shape import (
+from sensorium.recipe.memory_estimate import (
+    BYTES,
     PATCHES,
-    ModelShape,
     activation_bytes,
+    cached_tokens,
+    estimate_memory,
     gathered_bytes,
     head_bytes,
     hybrid_layer_bytes,
     microbatch_tokens,
-    read_shape,
-    shape_by_config,
+    state_bytes,
     stock_hybrid_bytes,
     stock_layer_bytes,
     tower_bytes,
-)
-from sensorium.recipe.plan import (
-    BYTES,
-    GIB,
-    SHARE,
-    WAYS,
-    Way,
-    cached_tokens,
-    estimate_memory,
-    state_bytes,
     trained_parameters,
-    vllm_share,
 )
+from sensorium.recipe.model_shape import ModelShape, read_shape, shape_by_config
+from sensorium.recipe.plan import GIB, SHARE, WAYS, Way, vllm_share
 from sensorium.recipe.schema import ModelSection, Recipe
 from sensorium.vocabulary.errors import RecipeError, nearest
 

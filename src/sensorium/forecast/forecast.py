@@ -27,17 +27,9 @@ from sensorium.forecast.costs import (
 )
 from sensorium.forecast.simulator import Deployment, ScheduleName, SimulatedRun, simulate
 from sensorium.recipe.estimators_and_losses import estimator_traits
+from sensorium.recipe.memory_estimate import BYTES, engine_rows, trained_parameters
 from sensorium.recipe.model_shape import ModelShape
-from sensorium.recipe.plan import (
-    BYTES,
-    GIB,
-    SHARE,
-    engine_rows,
-    lowering_settings,
-    shape_for_tasks,
-    trained_parameters,
-    vllm_share,
-)
+from sensorium.recipe.plan import GIB, SHARE, lowering_settings, shape_for_tasks, vllm_share
 from sensorium.recipe.schema import Recipe, ScheduleSection
 from sensorium.vocabulary.errors import RecipeError
 from sensorium.vocabulary.task import Task

@@ -18,7 +18,7 @@ from sensorium.models.general_path import StockRows
 from sensorium.models.matched import matched_logprobs
 from sensorium.models.policy import Policy
 from sensorium.models.segment_layout import Features, Placement
-from sensorium.recipe.model_shape import WHOLE_BYTES, TowerRoom
+from sensorium.recipe.memory_estimate import WHOLE_BYTES, TowerRoom
 from sensorium.vocabulary.content import Media
 
 # The policy is softmax(logits / temperature + bias); forbidden ids have the bias ``FORBIDDEN``. Axes: M tokens, V

@@ -18,7 +18,7 @@ from sensorium.models.family import HearsInVideo, MediaFormat
 from sensorium.models.prepared_media import Extent, PreparedMedia
 from sensorium.models.rendering import ChatRenderer, TokenTable
 from sensorium.models.segment_layout import Layout, Slot, mismatch
-from sensorium.recipe.model_shape import PATCHES
+from sensorium.recipe.memory_estimate import PATCHES
 from sensorium.vocabulary.content import Media, Message
 from sensorium.vocabulary.episode import Segment, VersionSpan
 from sensorium.vocabulary.errors import MediaError, SpanMismatch

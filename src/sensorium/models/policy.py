@@ -33,7 +33,7 @@ from sensorium.models.matched import matched_layers
 from sensorium.models.segment_layout import Features, Placement, sent_to
 from sensorium.models.tower import keeping_blocks, recompute_blocks
 from sensorium.models.weight_files import saving_weights
-from sensorium.recipe.model_shape import TowerRoom
+from sensorium.recipe.memory_estimate import TowerRoom
 from sensorium.runs.checkpoint_layout import ADAPTER_FOLDER
 from sensorium.vocabulary.content import Media
 from sensorium.vocabulary.errors import ModelError, SpanMismatch

@@ -1,6 +1,6 @@
-"""The resolved numbers of a run, without torch: steps, processes, memory, disk, and what fits a GPU.
+"""The resolved numbers of a run, without torch: steps, processes, disk, and what fits a GPU.
 
-Memory is an upper estimate: caches and activations are as full as the recipe's budgets allow.
+Memory by use is an upper estimate (``memory_estimate.py``).
 """
 
 import shutil
@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sensorium.recipe.estimators_and_losses import estimator_traits
-from sensorium.recipe.model_shape import (
+from sensorium.recipe.memory_estimate import (
+    BYTES,
     LEAST_ROOM,
-    IncompleteConfig,
-    ModelShape,
+    TOWER,
     TowerRoom,
-    activation_bytes,
-    gathered_bytes,
-    head_bytes,
+    critic_bytes,
+    engine_rows,
+    estimate_memory,
     kept_tower_bytes,
     longest_prompt,
     may_keep_tower,
-    on_general_path,
-    read_shape,
-    tower_bytes,
+    optimizer_bytes,
     tower_learns,
     tower_room,
+    trained_parameters,
 )
+from sensorium.recipe.model_shape import IncompleteConfig, ModelShape, on_general_path, read_shape
 from sensorium.recipe.registry import table
-from sensorium.recipe.schema import OptimizerSection, Recipe
+from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.plain import counted
 from sensorium.vocabulary.task import Task
 
@@ -37,11 +37,6 @@ MIB, GIB = 1 << 20, 1 << 30
 # worker without it, vLLM 0.32's actor, and each of its computing processes.
 WITH_TORCH, WORKER, VLLM_ACTOR, VLLM_WORKER = 460 * MIB, 75 * MIB, 710 * MIB, 640 * MIB
 
-BYTES = {"float32": 4, "bfloat16": 2}
-MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8-bit": 1 + 4 / 256}  # the last: a code, and a float32 for 256 of them
-NATIVE_ROWS, VLLM_ROWS = 512, 256  # max_rows of engines, unless the recipe sets it
-TOWER = "vision tower"
-CLIPS_AT_ONCE = 64  # distinct videos and sounds of held-out tasks that are played at once: all of them are decoded
 # Estimated, not measured: bytes of an episode's log without its tokens, of a token in it, of a row of each file.
 EPISODE_BYTES, TOKEN_BYTES, METRICS_BYTES, LEDGER_BYTES = 2500, 80, 2500, 60
 VLLM_SHARE = 0.4  # of a GPU's memory, unless the recipe sets gpu_share
@@ -141,7 +136,7 @@ def make_plan(recipe: Recipe, config: dict[str, Any] | None = None) -> Plan:
         prompts_at_most=prompts,
         selection=_selection(recipe, prompts, plays),
         sampled_tokens_per_step=prompts * plays * written,
-        evaluations=_evaluations(recipe),
+        evaluations=recipe.evaluation_count,
         model=shape,
         trainable=trained_parameters(recipe, shape) if shape else 0,
         memory=estimate_memory(recipe, shape) if shape else {},
@@ -221,44 +216,12 @@ def _interpreter_bytes(recipe: Recipe) -> dict[str, int]:
     return {"driver": WITH_TORCH} | {words: count * sizes[kind] for kind, count, words in placed}
 
 
-def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
-    """How many parameters learn: those of the adapters, or all that are not frozen."""
-    lora = recipe.model.lora
-    return shape.adapters(lora) if lora.rank else shape.trainable(recipe.model.freeze)
-
-
-def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
-    """Bytes by use at most, without vLLM's, which is a share of the GPU. Gradients are summed in float32 for any dtype."""
-    size = BYTES[recipe.model.dtype]
-    trainable = trained_parameters(recipe, shape)
-    adapters = trainable if recipe.model.lora.rank else 0
-    on_gpu = size < 4 or recipe.model.device.startswith("cuda")
-    vllm, cached = recipe.rollout.engine.name == "vllm", cached_tokens(recipe, recipe.cluster.engines)
-    uses = {
-        "weights": (shape.total + adapters) * size,
-        "gradients": trainable * 4,
-        "optimizer moments": round(trainable * 2 * MOMENT_BYTES[recipe.optimizer.moments]),
-        "remainders of fp32 masters": trainable * 2 if size < 4 else 0,
-        "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
-        "merged adapters": shape.merged(recipe.model.lora) * size if on_gpu and recipe.model.precision == "fast" else 0,
-        "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
-        "critic": _critic_bytes(recipe, shape, gradients=True),
-        "keys and values": 0 if vllm else cached * 2 * shape.attention_layers * shape.key_values * size,
-        "states of delta nets": 0 if vllm else state_bytes(recipe, shape, recipe.cluster.engines),
-        "activations": activation_bytes(recipe, shape),
-        "gathered keys and values": gathered_bytes(recipe, shape),
-        "logits": head_bytes(recipe, shape),
-        TOWER: tower_bytes(recipe, shape),
-    }
-    return {use: amount for use, amount in uses.items() if amount}
-
-
 def _estimate_disk(recipe: Recipe, shape: ModelShape | None, episodes: int, written: int) -> dict[str, int]:
     """Bytes on disk by use, at most, without pictures of tasks and environments: how many differ shows only in the run."""
     size, logging, saved, reference = BYTES[recipe.model.dtype], recipe.logging, 0, 0
     if shape is not None:
-        state = round(trained_parameters(recipe, shape) * _state_bytes(recipe.optimizer, size))
-        checkpoint = shape.total * size + state + _critic_bytes(recipe, shape, gradients=False)
+        state = round(trained_parameters(recipe, shape) * optimizer_bytes(recipe.optimizer, size))
+        checkpoint = shape.total * size + state + critic_bytes(recipe, shape, gradients=False)
         # The latest, the best one, and one more that is being written.
         saved = checkpoint * (recipe.checkpoint.keep + bool(recipe.checkpoint.best) + 1)
         reference = shape.total * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0
@@ -303,71 +266,6 @@ def free_memory() -> int | None:
     except (OSError, ValueError):  # no cgroups of version 2, or no limit ('max')
         pass
     return min(bounds, default=None)
-
-
-def _critic_bytes(recipe: Recipe, shape: ModelShape, *, gradients: bool) -> int:
-    """A critic with its own trunk: weights and optimizer state. A head alone is next to nothing."""
-    section = recipe.algorithm.critic
-    if not estimator_traits(recipe.algorithm.advantage.name).critic or section.trunk == "shared":
-        return 0
-    size = BYTES[recipe.model.dtype]
-    trained = _state_bytes(section.optimizer, size) + 4 * gradients
-    return shape.total * size + round(shape.trainable(section.freeze) * trained)
-
-
-def _state_bytes(section: OptimizerSection, size: int) -> float:
-    """Bytes of optimizer state per trained number: two moments, and the remainder of a weight that is not float32."""
-    return 2 * MOMENT_BYTES[section.moments] + (2 if size < 4 else 0)
-
-
-def engine_rows(recipe: Recipe) -> int:
-    """Responses that one engine writes at once; others wait."""
-    engine = recipe.rollout.engine
-    return int(engine.options.get("max_rows", VLLM_ROWS if engine.name == "vllm" else NATIVE_ROWS))
-
-
-def cached_tokens(recipe: Recipe, engines: int = 1) -> int:
-    """Tokens in the caches of all engines at most: a single-turn prompt is cached once for its group."""
-    batch, rollout, evaluation = recipe.batch, recipe.rollout, recipe.evaluation
-    rows = engines * engine_rows(recipe)
-    most = rollout.concurrency or 10**9
-    in_flight = min(most, recipe.selection.played(batch.prompts_per_step) * batch.group_size)
-    if rollout.max_turns > 1:  # episodes keep their cache while an environment answers
-        trained = in_flight * rollout.max_context_tokens
-    else:
-        in_flight = min(in_flight, rows) if rollout.engine.name in ("native", "process") else in_flight
-        groups = -(-in_flight // batch.group_size)
-        trained = groups * (rollout.max_context_tokens - rollout.max_new_tokens) + in_flight * rollout.max_new_tokens
-    held_out = recipe.held_out_rollout
-    if not _evaluations(recipe) or held_out.max_context_tokens <= rollout.max_context_tokens:
-        return trained
-    tasks = min(CLIPS_AT_ONCE, evaluation.limit or CLIPS_AT_ONCE)
-    in_flight = min(most, tasks * evaluation.samples, rows)
-    groups = -(-in_flight // evaluation.samples)
-    return max(
-        trained, groups * (held_out.max_context_tokens - held_out.max_new_tokens) + in_flight * held_out.max_new_tokens
-    )
-
-
-def state_bytes(recipe: Recipe, shape: ModelShape, engines: int = 1) -> int:
-    """States of gated delta nets in all engines at most: one of each response in flight, and one of what it continues."""
-    if shape.delta is None:
-        return 0
-    batch, rollout = recipe.batch, recipe.rollout
-    in_flight = min(rollout.concurrency or 10**9, recipe.selection.played(batch.prompts_per_step) * batch.group_size)
-    rows = min(in_flight, engines * engine_rows(recipe))
-    known = in_flight if rollout.max_turns > 1 else -(-rows // batch.group_size)
-    return (rows + known) * shape.delta.sequence_bytes(BYTES[recipe.model.dtype])
-
-
-def _evaluations(recipe: Recipe) -> int:
-    if not recipe.tasks.evaluate:
-        return 0
-    every, warm, total = recipe.evaluation.every, recipe.warm_start.steps, recipe.total_steps
-    counted = recipe.evaluates_after(0) + (warm > 0 and recipe.evaluates_after(warm))
-    if every and total > warm:
-        counted += total // every - warm // every + (total % every > 0)  # the last step is always evaluated
-    return counted
 
 
 def _sight_check(recipe: Recipe) -> str:

@@ -711,6 +711,17 @@ class Recipe(Section):
         due = bool(section.every) and (step % section.every == 0 or step == self.total_steps)
         return due and step > warm
 
+    @property
+    def evaluation_count(self) -> int:
+        """How often held-out tasks are played in the whole run."""
+        if not self.tasks.evaluate:
+            return 0
+        every, warm, total = self.evaluation.every, self.warm_start.steps, self.total_steps
+        counted = self.evaluates_after(0) + (warm > 0 and self.evaluates_after(warm))
+        if every and total > warm:
+            counted += total // every - warm // every + (total % every > 0)  # the last step is always evaluated
+        return counted
+
     def saves_after(self, step: int) -> bool:
         """True if a checkpoint is due after this step, whatever its metrics are."""
         every = self.checkpoint.every
