@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.memory_judge import serving
 from sensorium.assembly.playing import sampling_of
 from sensorium.assembly.session import Session, model_session
+from sensorium.data.causal_history import CausalHistory, parse_memory
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream
-from sensorium.data.planner import CausalHistory, parse_memory
 from sensorium.evaluation.summary import wilson
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sensorium.data.causal_history import CausalHistory, parse_memory
 from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import TaskStream
 from sensorium.data.pictures import encode_png
-from sensorium.data.planner import CausalHistory, GroupOutcome, parse_memory
+from sensorium.data.planner import GroupOutcome
 from sensorium.recipe.registry import build
 from sensorium.systems.taskmem.memory_clips import MemoryClips
 from sensorium.systems.taskmem.memory_rows import MARK, TaskMemRows

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sensorium.data.planner import parse_facts, parse_memory
+from sensorium.data.causal_history import parse_facts, parse_memory
 from sensorium.rewards.judge_terms import usefulness_of
 from sensorium.systems.taskmem.reward import (
     MemoryRewards,

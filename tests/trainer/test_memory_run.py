@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from examples.memory_judge import judged, serving
+from sensorium.data.causal_history import parse_memory
 from sensorium.data.media_store import MediaStore
-from sensorium.data.planner import parse_memory
 from sensorium.recipe.load import load_recipe
 from sensorium.recipe.schema import Recipe
 from sensorium.rewards.judges.judgements import AnswerCache

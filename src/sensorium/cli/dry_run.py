@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from sensorium.cluster.ray_host import found_cluster, refuse_without_ray, unanswered, unfound
+from sensorium.data.causal_history import without_history
 from sensorium.data.demonstrations import demonstrations_of
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import Side, TaskSource, TaskStream, a_few, all_bad, make_source, make_sources, with_way_out
-from sensorium.data.planner import make_planner, without_history
+from sensorium.data.planner import make_planner
 from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.models.tried_versions import untried
 from sensorium.recipe.algorithm_checks import cautions

@@ -16,10 +16,10 @@ from sensorium.cli.row_checks import (
     media_fault,
 )
 from sensorium.cluster.event_loop import run_async
+from sensorium.data.causal_history import CausalSource, gaps, without_history
 from sensorium.data.demonstrations import demonstrations_of
 from sensorium.data.media_store import MediaStore
 from sensorium.data.mixture import Side, TaskSource, Treatment, make_source, permuted
-from sensorium.data.planner import CausalSource, gaps, without_history
 from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.data.task_content import (
     BadRow,

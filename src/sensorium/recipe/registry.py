@@ -245,7 +245,7 @@ NAMES: dict[str, dict[str, str]] = {
         "mixture": "sensorium.data.planner:MixturePlanner",
         "success_curriculum": "sensorium.data.planner:SuccessCurriculum",
         "level_curriculum": "sensorium.data.planner:LevelCurriculum",
-        "causal_history": "sensorium.data.planner:CausalHistory",
+        "causal_history": "sensorium.data.causal_history:CausalHistory",
     },
     "environment": {
         "question": "sensorium.envs.question:Question",

@@ -19,10 +19,11 @@ from sensorium.assembly.playing import make_stream, open_store
 from sensorium.assembly.session import open_session, refuse_strange_tasks, refuse_unanswered
 from sensorium.cluster.event_loop import run_async
 from sensorium.cluster.ray_host import found_cluster
+from sensorium.data.causal_history import CausalSource
 from sensorium.data.demonstrations import demonstrations_of
 from sensorium.data.media_store import FilesRead
 from sensorium.data.mixture import a_few, each_once, make_sources, resolve_epochs
-from sensorium.data.planner import CausalSource, make_planner
+from sensorium.data.planner import make_planner
 from sensorium.data.row_format import placeholder_notes, unread_notes
 from sensorium.data.task_content import row_notes
 from sensorium.evaluation.evaluate import Variant, measure

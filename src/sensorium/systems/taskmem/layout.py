@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sensorium.data.planner import Memory
+from sensorium.data.causal_history import Memory
 from sensorium.runs.checkpoint_layout import CheckpointFolder
 from sensorium.runs.durable import write_whole, writing
 from sensorium.runs.episodes import read_groups

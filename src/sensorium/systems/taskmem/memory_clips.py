@@ -14,9 +14,9 @@ from typing import Literal
 
 import numpy as np
 
+from sensorium.data.causal_history import END_OF_THOUGHT, ClipPlace
 from sensorium.data.made_media import encode_clip
 from sensorium.data.media_store import MediaStore
-from sensorium.data.planner import END_OF_THOUGHT, ClipPlace
 from sensorium.systems.taskmem.memory_rows import rewrite_faces
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import VideoParameters

@@ -20,8 +20,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Unpack
 
+from sensorium.data.causal_history import ClipPlace, Memory
 from sensorium.data.media_store import MediaStore
-from sensorium.data.planner import ClipPlace, Memory
 from sensorium.data.row_format import FileRowOptions, Place, messages_of
 from sensorium.data.rows import JsonlRows
 from sensorium.vocabulary.content import Block, Message, Text

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sensorium.data.planner import END_OF_THOUGHT, parse_facts, parse_memory
+from sensorium.data.causal_history import END_OF_THOUGHT, parse_facts, parse_memory
 from sensorium.rewards.judge_terms import client_of, needed, question_media, rank, usefulness_of
 from sensorium.rewards.judges.answer_forms import JsonAnswer, OneOf
 from sensorium.rewards.judges.client import JudgeClient

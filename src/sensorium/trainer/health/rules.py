@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import exp, hypot, log, sqrt
 from statistics import NormalDist
 
-from sensorium.data.planner import parse_facts, parse_memory
+from sensorium.data.causal_history import parse_facts, parse_memory
 from sensorium.evaluation.summary import Z95
 from sensorium.recipe.estimators_and_losses import estimator_traits
 from sensorium.report.terminal import visible

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sensorium.data.causal_history import CausalHistory, ClipPlace
 from sensorium.data.mixture import TaskStream
-from sensorium.data.planner import CausalHistory, ClipPlace, GroupOutcome
+from sensorium.data.planner import GroupOutcome
 from sensorium.vocabulary.content import user
 from sensorium.vocabulary.errors import RecipeError, TaskError
 from sensorium.vocabulary.task import Task
