@@ -168,7 +168,7 @@ def operations() -> list[Operation]:
             ops + "_placed": plain_placed, ENGINE + "row_attention:RowAttention.pays": never}, "W1"),
         Operation("decode: sampler (sampler_kernels)", "rollout", {ops + "draw": TorchOps.draw}, "W1"),
         Operation("decode: launches ahead (launch_ahead)", "rollout", {
-            KERNELS + "attention_triton:_possible": never}, "W1"),
+            KERNELS + "decode_attention_triton:_possible": never}, "W1"),
         Operation("pages: writing, copying (attention_kernels)", "rollout", {
             ENGINE + "key_values:find_spec": lambda _: None}),
         Operation("update: head (head_kernels)", "update", {LEARNER + "forward:LogprobScorer._head": plain_head}, "W1"),

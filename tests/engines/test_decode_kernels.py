@@ -368,7 +368,7 @@ def test_slots_are_forked_given_back_grown_and_stored_while_updates_wait(kernels
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_entries_go_to_their_pages(kernels: TorchOps, dtype: torch.dtype) -> None:
-    from sensorium.kernels.attention_triton import write_entries
+    from sensorium.kernels.decode_attention_triton import write_entries
 
     new, pages = normal(5, 3, 24, dtype=dtype), normal(4, 3, PAGE, 24, dtype=dtype, seed=1)
     page, offset = (torch.tensor(values, device=DEVICE) for values in ([1, 1, 3, 2, 1], [0, 5, PAGE - 1, 7, 6]))
@@ -380,7 +380,7 @@ def test_entries_go_to_their_pages(kernels: TorchOps, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_are_copied_within_a_pool_and_into_it(kernels: TorchOps, dtype: torch.dtype) -> None:
-    from sensorium.kernels.attention_triton import copy_pages
+    from sensorium.kernels.decode_attention_triton import copy_pages
 
     pool, other = (normal(3, 2, pages, 2, PAGE, 40, dtype=dtype, seed=pages) for pages in (9, 3))
     expected = pool.clone()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from sensorium.kernels.attention_triton import after_previous, launch_ahead
+from sensorium.kernels.decode_attention_triton import after_previous, launch_ahead
 from sensorium.kernels.layer_ops import is_plain
 from sensorium.kernels.layer_torch import FINE_SCALE
 from sensorium.kernels.layer_triton import fitted, scaled
@@ -95,7 +95,7 @@ def product_parts(x_BK: Tensor, weights: Sequence[Tensor], tiling: Tiling | None
 
 
 def gated_products(x_BK: Tensor, gate_FK: Tensor, up_FK: Tensor, tiling: Tiling | None = None) -> Tensor:
-    """silu(x · gate) · (x · up), with the roundings that separate products and ``layer_kernels.gated`` have.
+    """silu(x · gate) · (x · up), with the roundings that separate products and ``layer_triton.gated`` have.
 
     Of float16 x it is what ``gated_finely`` gives of unrounded products.
     """

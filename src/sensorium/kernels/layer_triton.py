@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sensorium.kernels.layer_torch import FINE_SCALE, NormGradients
 
-# joined [query_0 … query_H-1 key_0 … key_K-1 value_0 … value_K-1] a token, each D numbers Roundings are those of
-# ``layer_kernels.Rotate``. Axes: N tokens, H query heads, K key heads, D head size.
+# joined [query_0 … query_H-1 key_0 … key_K-1 value_0 … value_K-1] a token, each D numbers. Roundings are those of
+# ``layer_ops.Rotate``. Axes: N tokens, H query heads, K key heads, D head size.
 
 
 def split_rotated(joined_NW: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ token's own context fix:
     attention    keys in blocks of 64, counted from the start of the context: entries 0-63, 64-127, …
     norm         one row at a time
 
-``matched_kernels`` computes this on CUDA, ``TorchMatched`` anywhere; their results differ, so both sides use one of them.
+``matched_triton`` computes this on CUDA, ``TorchMatched`` anywhere; their results differ, so both sides use one of them.
 Axes: N rows, K inner size, M outputs, T queries, H heads, D head size, X tiles.
 """
 

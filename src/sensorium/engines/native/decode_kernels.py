@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sensorium.engines.native.decode_state import TILE_ROWS, DecodeRows, TorchOps, Unplaced
 from sensorium.engines.native.row_attention import LOG2_E, RowAttention
-from sensorium.kernels.attention_triton import attend_own, attend_shared, launch_ahead, merge
+from sensorium.kernels.decode_attention_triton import attend_own, attend_shared, launch_ahead, merge
 from sensorium.kernels.decode_triton import (
     LARGEST_GATED,
     Tiling,

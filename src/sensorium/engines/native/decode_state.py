@@ -268,7 +268,7 @@ class TorchOps:
         """Weights changed in place: what was computed of them is computed again."""
 
     def gated(self, inner: GatedMLP, x_BW: Tensor) -> Tensor:
-        """The inner values of a gated MLP; of float16 activations and wider weights as ``layer_kernels.gated_finely``."""
+        """The inner values of a gated MLP; of float16 activations and wider weights as ``layer_torch.gated_finely``."""
         gate, up = inner.gate, inner.up
         if x_BW.dtype == torch.float16 and isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
             return self.gate_finely(*(wide_product(x_BW, self.half(layer.weight)) for layer in (gate, up)))

@@ -123,7 +123,7 @@ def _store(layer_block: Tensor) -> KeyStore:
 
 
 # Two ways that give the same. ``StockStep`` calls the decoder layers of transformers as they are. ``FusedStep`` calls
-# their linear layers and does what lies between with ``decode_ops`` or ``decode_kernels``: 10 to 14 launches a layer
+# their linear layers and does what lies between with ``decode_state`` or ``decode_kernels``: 10 to 14 launches a layer
 # instead of 60. Its residual stream is float32, as in the learner's fused layers. Nothing in a step reads a tensor's
 # value on the host, so it can be captured in a CUDA graph.
 

@@ -520,7 +520,7 @@ class PagePool:
     def _fill(self, targets: Sequence[int], block: Tensor, sources: Sequence[int]) -> None:
         """Copy pages of a block into pages of the pool. On CUDA by a kernel, as in ``write_tokens``."""
         if self.block.is_cuda and find_spec("triton") is not None:
-            from sensorium.kernels.attention_triton import copy_pages
+            from sensorium.kernels.decode_attention_triton import copy_pages
 
             copy_pages(block.contiguous(), self._index(sources), self.block, self._index(targets))
         else:
@@ -592,7 +592,7 @@ def page_table(pages: Sequence[Sequence[int]], seen: int) -> Tensor:
 def write_tokens(new_NKD: Tensor, pages_NKPD: Tensor, page_N: Tensor, offset_N: Tensor) -> None:
     """Write every token's entry to its page. On CUDA by a kernel: torch's deterministic way copies the whole pool."""
     if new_NKD.is_cuda and find_spec("triton") is not None:
-        from sensorium.kernels.attention_triton import write_entries
+        from sensorium.kernels.decode_attention_triton import write_entries
 
         write_entries(new_NKD.contiguous(), pages_NKPD, page_N, offset_N)
     else:

@@ -2,7 +2,7 @@
 
 None of these has much to do, and handing over from one kernel to the next takes as long as they do. Every row reads all of
 its pages, those that it shares with others too. They come from the GPU's cache, so only groups with long prompts are
-faster where a kernel reads what they share once (``attention_kernels``).
+faster where a kernel reads what they share once (``kernels/decode_attention_triton.py``).
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@
 // fixed order: equal inputs give equal bits.
 //
 // Scores are keys · queries (mma m16n8k16: 16 entries × up to 8 heads that share a key head), in float32; weights to 11 bits
-// and values in float16, as in attention_kernels.py, whose results these are but for the order of sums.
+// and values in float16, as in decode_attention_triton.py, whose results these are but for the order of sums.
 //
 // Given by the compiler's command line: HEADS, KV, SIZE of a head, PAGE, SPLITS, BIAS and NORM (0 or 1). ``row_attention.py``
 // fills the structure and checks the sizes.

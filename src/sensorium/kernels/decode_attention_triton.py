@@ -1,6 +1,8 @@
-"""Triton kernels of attention: decoding over pages, and casts of its inputs."""
+"""Triton kernels of attention in a decode step: write and copy pages, attend to shared and own ones in splits, merge these.
 
-# mypy: disable-error-code="no-untyped-def"
+And how a kernel of a decode step is launched before the last one has ended (``launch_ahead``).
+"""
+
 # mypy: disable-error-code="no-untyped-def"
 import math
 from functools import cache
@@ -10,9 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-# mypy: disable-error-code="no-untyped-def"
-
 
 # A kernel of the chain says at its start that the next may be launched, and waits for the one before it before it reads
 # or writes anything. All of them wait, so what an earlier one wrote is there as well.
