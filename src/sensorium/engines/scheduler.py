@@ -5,7 +5,8 @@ not of the clock. For example, with two episodes of one rollout, of which B's en
 
     A asks    B asks    tick, tick, …    A ends    (B still writes: tick, …)    A asks again    tick with both
 
-A request that fails fails alone; one whose wait is cancelled leaves the batch at the next tick.
+Waiting requests are sorted by ``request.order``. One that fails fails alone; one whose wait is cancelled leaves the batch
+at the next tick.
 """
 
 import asyncio

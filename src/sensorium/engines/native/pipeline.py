@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sensorium.engines.native.admission import AHEAD_TOKENS, joining, prompts_ahead
 from sensorium.engines.native.decode_state import RowLayout
 from sensorium.engines.native.graphs import DecodeRunner, MatchedPrefill, bucket_of
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, StateSlots
 from sensorium.engines.native.prefix_cache import PrefixEntry, SharedContext, StoredKV, prefill
 from sensorium.engines.native.response_rows import Row
 from sensorium.engines.native.sampler import SamplingRows, sample, signed64, uniforms
-from sensorium.engines.native.writer import AHEAD_TOKENS, RESERVE_AHEAD, Writer, joining, prompts_ahead
+from sensorium.engines.native.writer import RESERVE_AHEAD, Writer
 from sensorium.engines.protocol import FinishReason, Response
 from sensorium.engines.scheduler import Job
 from sensorium.kernels.matched_ops import MatchedOps
