@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.data.sound import DecodedAudio, encode_wav
-from sensorium.models.prepared_media import Extent, SoundPreprocessor, sound_tokens
+from sensorium.models.prepared_media import Extent
+from sensorium.models.preprocessors import SoundPreprocessor, sound_tokens
 from sensorium.vocabulary.content import Media, user
 from sensorium.vocabulary.decoding import AudioParameters
 from sensorium.vocabulary.errors import MediaError

@@ -1,6 +1,6 @@
 """The sizes of video frames, which are decided here.
 
-A picture keeps its size until the checkpoint's image processor resizes it (``models/prepared_media.py``). Frames get
+A picture keeps its size until the checkpoint's image processor resizes it (``models/preprocessors.py``). Frames get
 their final size when they are decoded, within limits from the task's parameters and the model's ``FrameRule``
 (``VideoParameters.resolved``)::
 

@@ -1,4 +1,7 @@
-"""Pictures: reading the forms in which data sets carry them, decoding bytes to RGB, encoding PNG."""
+"""Pictures: reading the forms in which data sets carry them, decoding bytes to RGB, encoding PNG.
+
+They are resized in ``models/preprocessors.py``, frames of videos as ``frame_sizes.py`` says.
+"""
 
 import struct
 import zlib

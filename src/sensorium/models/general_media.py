@@ -21,7 +21,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from sensorium.models.family import DefaultMedia
-from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items, refuse_other_rate
+from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
+from sensorium.models.preprocessors import naming_items, refuse_other_rate
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import DeferredModule
 from sensorium.vocabulary.content import Media, MediaKind

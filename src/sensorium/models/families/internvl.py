@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sensorium.models.families.text import QWEN2
 from sensorium.models.families.tiles import TiledPictures, TiledVideos, TileTower
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower
-from sensorium.models.prepared_media import Extent, Preprocessor, usual_settings
+from sensorium.models.prepared_media import Extent, Preprocessor
+from sensorium.models.preprocessors import usual_settings
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import PLAIN_VISION, Config, DeferredModule, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import MediaKind

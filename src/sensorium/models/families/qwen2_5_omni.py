@@ -32,12 +32,10 @@ from sensorium.models.families.rope_positions import (
     timed_steps,
 )
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower, repeated
-from sensorium.models.prepared_media import (
-    Extent,
+from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
+from sensorium.models.preprocessors import (
     PicturePreprocessor,
-    Preprocessor,
     SoundPreprocessor,
-    TowerInput,
     VideoPreprocessor,
     sound_tokens,
     usual_settings,

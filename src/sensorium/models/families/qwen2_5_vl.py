@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sensorium.data.frame_sizes import frame_rule
 from sensorium.models.families.rope_positions import grid_offsets, three_axis_positions, timed_steps
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower, repeated
-from sensorium.models.prepared_media import (
-    CAP,
-    Extent,
-    PicturePreprocessor,
-    Preprocessor,
-    VideoPreprocessor,
-    video_settings,
-)
+from sensorium.models.prepared_media import Extent, Preprocessor
+from sensorium.models.preprocessors import CAP, PicturePreprocessor, VideoPreprocessor, video_settings
 from sensorium.models.segment_layout import Expansion
 from sensorium.recipe.family_facts import (
     TEXT,

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sensorium.models.families.qwen2_5_omni import sound_extractor, whisper_layers
 from sensorium.models.families.text import QWEN2
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower, repeated
-from sensorium.models.prepared_media import Extent, Preprocessor, SoundPreprocessor, TowerInput, sound_tokens
+from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
+from sensorium.models.preprocessors import SoundPreprocessor, sound_tokens
 from sensorium.models.segment_layout import Expansion, Features
 from sensorium.recipe.family_facts import AUDIO, Config, DeferredModule, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media, MediaKind

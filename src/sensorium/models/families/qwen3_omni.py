@@ -38,7 +38,8 @@ from sensorium.models.families.qwen3_vl import (
     interpolation_tables,
 )
 from sensorium.models.family import MediaFormat, Tower
-from sensorium.models.prepared_media import Extent, TowerInput, refuse_other_rate
+from sensorium.models.prepared_media import Extent, TowerInput
+from sensorium.models.preprocessors import refuse_other_rate
 from sensorium.models.segment_layout import Features
 from sensorium.recipe.family_facts import AUDIO, Config, DeferredModule, FamilyFacts, Shapes, affine, chat_template
 from sensorium.vocabulary.content import Media

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sensorium.models.families.tiles import SIGLIP_HEAD, TiledVideos, TileTower, siglip_tensors, tiled
 from sensorium.models.family import DefaultMedia, DefaultModel, MediaFormat, Tower
-from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput, naming_items
+from sensorium.models.prepared_media import Extent, Preprocessor, TowerInput
+from sensorium.models.preprocessors import naming_items
 from sensorium.models.segment_layout import Expansion, expansion_of
 from sensorium.recipe.family_facts import PLAIN_VISION, TEXT, Config, DeferredModule, FamilyFacts, Shapes
 from sensorium.vocabulary.content import Media, MediaKind

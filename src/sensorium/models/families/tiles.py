@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sensorium.models.prepared_media import Extent, TowerInput, naming_items
+from sensorium.models.prepared_media import Extent, TowerInput
+from sensorium.models.preprocessors import naming_items
 from sensorium.models.segment_layout import Features
 from sensorium.recipe.family_facts import DeferredModule, Shapes, affine, affine_layers
 from sensorium.vocabulary.content import Media
