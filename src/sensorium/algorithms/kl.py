@@ -1,4 +1,7 @@
-"""Estimators of the KL divergence from per-token log-probs of sampled tokens."""
+"""Estimators of the KL divergence from per-token log-probs of sampled tokens.
+
+An estimator's name stands in ``KLSection`` of ``recipe/schema.py``, too.
+"""
 
 from dataclasses import dataclass
 from math import isfinite

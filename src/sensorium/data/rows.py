@@ -1,4 +1,7 @@
-"""Rows of tasks: JSONL and Parquet files, Hugging Face data sets, and lists passed in Python. Every error names its row."""
+"""Rows of tasks: JSONL and Parquet files, Hugging Face data sets, and lists passed in Python. Every error names its row.
+
+These sources are named in ``recipe/registry.py``.
+"""
 
 import hashlib
 import json

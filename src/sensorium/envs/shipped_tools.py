@@ -1,7 +1,8 @@
 """The shipped tools: a calculator of exact arithmetic in bounded time, and a crop that enlarges a part of a picture.
 
 The calculator takes numbers, + - * / // % **, parentheses, and with ``functions`` square roots, trigonometry and the like.
-Nothing is executed: the text is parsed, and only what is listed here is computed.
+Nothing is executed: the text is parsed, and only what is listed here is computed. Tools are named in
+``recipe/registry.py``.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """What is wrong with a recipe beyond its types, and what works less well than it seems; nothing is built, without torch.
 
-``problems`` yield the dotted place of each problem and a sentence, as ``("batch.group_size", "grpo compares …")``.
+``problems`` yield the dotted place of each problem and a sentence, as ``("batch.group_size", "grpo compares …")``. Keys of
+``algorithm`` are checked in ``algorithm_checks.py``, the bounds of a single key in ``schema.py``.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Reward terms that need no model: format, comparison with the known answer, mathematics, length, environment."""
+"""Reward terms that need no model: format, comparison with the known answer, mathematics, length, environment.
+
+They are named in ``recipe/registry.py``.
+"""
 
 import json
 import re

@@ -2,7 +2,8 @@
 
 A checkpoint is written into a hidden folder, flushed, marked COMPLETE with the sizes and digests of its files, then renamed
 into place. A kill at any point, or a full disk, leaves the last complete one as it was. A model with a number that is not
-finite is never written. After a non-finite update the batch is kept, so that ``replay`` can reproduce it.
+finite is never written. After a non-finite update the batch is kept, so that ``replay`` can reproduce it. What the trainer
+stores is decided in ``loop.py`` (``_save``, ``restore``).
 """
 
 import errno

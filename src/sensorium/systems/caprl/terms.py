@@ -2,7 +2,8 @@
 
 Questions are drawn and their options shuffled by a seed and the caption: equal captions of equal tasks get the same
 questions, and the captioner cannot know which letter will be right. The caption is neutralised, quoted, and cut in the
-middle if it is too long. A reader that does not answer gives no score.
+middle if it is too long. A reader that does not answer gives no score. CapRL's length reward is ``token_length`` of
+``rewards/terms.py``.
 """
 
 import asyncio
