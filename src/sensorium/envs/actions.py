@@ -1,4 +1,4 @@
-"""Environments that are played by named actions, and how a response's answer names them.
+"""Environments that are played by named actions, how a response's answer names them, and states on a grid.
 
 An answer that names no action, too many or an unknown one names none at all. With three allowed,
 ``<answer>Left, Down</answer>`` is two actions, ``<answer>Left, Jump</answer>`` is none, and so are four. Actions may have
@@ -13,9 +13,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+
+import numpy as np
 
 from sensorium.data.media_store import MediaStore
+from sensorium.data.pictures import encode_png
 from sensorium.envs.action_calls import LISTED, MAX_CHARACTERS, POSITION, Call, Signature, read_calls, signature_of
 from sensorium.envs.protocol import Observation, StepResult, one_of, within
 from sensorium.envs.responses import ResponseFormat
@@ -235,6 +238,41 @@ def observation_of(words: str, shown: str | Media) -> Observation:
     if isinstance(shown, str):
         return Observation((user("\n".join(filter(None, (words, shown)))),))
     return Observation((Message("user", (*([Text(words + "\n")] if words else []), shown)),))
+
+
+# Pictures of grids in flat colours, and paths that a breadth-first search found.
+
+Colour = tuple[int, int, int]
+Place = TypeVar("Place")
+MAX_PIXELS_ACROSS = 4096
+
+
+class Mark(NamedTuple):
+    """A smaller square on a place, ``inset`` pixels from each of its edges."""
+
+    row: int
+    column: int
+    inset: int
+    colour: Colour
+
+
+def draw_tiles(colours: Sequence[Sequence[Colour]], marks: Sequence[Mark], cell: int) -> bytes:
+    """PNG bytes of a grid: the colour of each place, then the marks in order."""
+    pixels = np.array(colours, np.uint8).repeat(cell, axis=0).repeat(cell, axis=1)
+    for mark in marks:
+        top, left = mark.row * cell, mark.column * cell
+        pixels[top + mark.inset : top + cell - mark.inset, left + mark.inset : left + cell - mark.inset] = mark.colour
+    return encode_png(pixels)
+
+
+def path_to(end: Place, came: Mapping[Place, tuple[Place, int] | None]) -> tuple[int, ...]:
+    """The actions that led to ``end``. ``came`` has the place before each place and the action; None for the first."""
+    actions = []
+    step = came[end]
+    while step is not None:
+        actions.append(step[1])
+        step = came[step[0]]
+    return tuple(actions[::-1])
 
 
 class TurnOptions(TypedDict, total=False):

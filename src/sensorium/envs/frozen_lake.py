@@ -14,8 +14,17 @@ from functools import lru_cache
 from typing import Any, Unpack
 
 from sensorium.data.media_store import MediaStore
-from sensorium.envs.actions import ActionEnvironment, PlayedTurn, PlayOptions, State, describe, observation_of
-from sensorium.envs.grids import MAX_PIXELS_ACROSS, Mark, draw_tiles
+from sensorium.envs.actions import (
+    MAX_PIXELS_ACROSS,
+    ActionEnvironment,
+    Mark,
+    PlayedTurn,
+    PlayOptions,
+    State,
+    describe,
+    draw_tiles,
+    observation_of,
+)
 from sensorium.envs.protocol import Observation, within
 from sensorium.vocabulary.errors import EnvironmentFailure
 

@@ -24,8 +24,16 @@ from numpy.typing import NDArray
 from sensorium.cluster.pool import Worker
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
-from sensorium.envs.actions import ActionEnvironment, ActionTurn, PlayedTurn, PlayOptions, State, describe, observation_of
-from sensorium.envs.grids import path_to
+from sensorium.envs.actions import (
+    ActionEnvironment,
+    ActionTurn,
+    PlayedTurn,
+    PlayOptions,
+    State,
+    describe,
+    observation_of,
+    path_to,
+)
 from sensorium.envs.protocol import Observation, one_of, within
 from sensorium.vocabulary.errors import EnvironmentFailure, RecipeError
 from sensorium.vocabulary.plain import words
