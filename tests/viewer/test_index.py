@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.view_index import write_run
-from sensorium.rewards.judges.transcripts import TranscriptLine, Transcripts
-from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, read_groups, write_episodes
+from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, TranscriptLine, Transcripts, read_groups, write_episodes
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.viewer.index import EpisodeIndex, Search, Sort, index_path
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user

@@ -27,9 +27,8 @@ from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.shapes import Shapes
 from sensorium.engines.protocol import Sampling
-from sensorium.rewards.judges.transcripts import TranscriptLine, Transcripts
 from sensorium.rollout.play import Attempt
-from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, write_episodes
+from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, TranscriptLine, Transcripts, write_episodes
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.viewer import View
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user

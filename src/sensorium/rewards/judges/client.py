@@ -39,7 +39,6 @@ from sensorium.rewards.judges.judgements import (
     owner_name,
     shortened,
 )
-from sensorium.rewards.judges.transcripts import Transcripts
 from sensorium.rewards.judges.transport import (
     CallProblem,
     Endpoint,
@@ -53,7 +52,7 @@ from sensorium.rewards.judges.transport import (
     refuse_without_client,
     wire_messages,
 )
-from sensorium.runs.episodes import TRANSCRIPTS
+from sensorium.runs.episodes import TRANSCRIPTS, Transcripts
 from sensorium.vocabulary.errors import (
     JudgeFailure,
     JudgeOffline,

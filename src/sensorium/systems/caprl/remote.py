@@ -26,9 +26,9 @@ import httpx
 from sensorium.data.media_files import mime_type
 from sensorium.data.media_store import MediaStore
 from sensorium.rewards.judges.judgements import JudgeAnswer
-from sensorium.rewards.judges.transcripts import TranscriptLine
 from sensorium.rewards.reward_term import RewardContext, last_response
 from sensorium.rewards.scorer import Scores, judgement_keys
+from sensorium.runs.episodes import TranscriptLine
 from sensorium.systems.caprl.terms import CaptionJudgement, ReaderAnswer, described, judge_instructions, questions_of
 from sensorium.vocabulary.episode import Episode, Score
 from sensorium.vocabulary.errors import RecipeError, RecordError, RewardFailure, TaskError, nearest
