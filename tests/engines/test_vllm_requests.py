@@ -36,8 +36,7 @@ from sensorium.engines.vllm.vllm_engine import (
     policy_logprobs,
     refuse_apart,
 )
-from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
-from sensorium.engines.vllm.weights import ChangedWeights, layer_of, published
+from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED, ChangedWeights, layer_of, published
 from sensorium.models.load import load_policy
 from sensorium.models.tiny import make_tiny
 from sensorium.recipe.family_facts import FAMILIES

@@ -44,8 +44,7 @@ from sensorium.engines.vllm.recipe_checks import (
     refuse_dtype,
     refuse_family,
 )
-from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED
-from sensorium.engines.vllm.weights import ChangedWeights, published, pushed_by
+from sensorium.engines.vllm.weight_backend import BROADCAST, FILE, SHARED, ChangedWeights, published, pushed_by
 from sensorium.engines.weight_group import WeightSender
 from sensorium.models.attention import MaskedAttention
 from sensorium.models.chat_processor import ChatProcessor, Layouts
