@@ -158,14 +158,14 @@ def operations() -> list[Operation]:
 
     return [
         Operation("decode: attention in one launch (row_attention.cu)", "rollout",
-                  {ENGINE + "row_attention:RowAttention.pays": never}, "W1 W2 W3"),
+                  {ENGINE + "decode_kernels:RowAttention.pays": never}, "W1 W2 W3"),
         Operation("decode: products (product_kernels)", "rollout", {ENGINE + "decode_kernels:fits": never}, "W1 W3"),
         Operation("decode: all attention (attention_kernels, row_attention.cu)", "rollout", {ops + "attend": plain_attend}),
         Operation("decode: norms and gates (decode_kernels, layer_kernels)", "rollout", {
             ops + "norm": TorchOps.norm, ops + "add_norm": TorchOps.add_norm, ops + "gate": TorchOps.gate,
             ops + "gate_finely": TorchOps.gate_finely, ops + "add_product": plain_add_product}, "W1"),
         Operation("decode: placing keys and values (_place)", "rollout", {
-            ops + "_placed": plain_placed, ENGINE + "row_attention:RowAttention.pays": never}, "W1"),
+            ops + "_placed": plain_placed, ENGINE + "decode_kernels:RowAttention.pays": never}, "W1"),
         Operation("decode: sampler (sampler_kernels)", "rollout", {ops + "draw": TorchOps.draw}, "W1"),
         Operation("decode: launches ahead (launch_ahead)", "rollout", {
             KERNELS + "decode_attention_triton:_possible": never}, "W1"),

@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sensorium.engines.native import row_attention
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps, Unplaced
 from sensorium.engines.native.key_values import PAGE
-from sensorium.engines.native.row_attention import RowAttention
 from sensorium.engines.protocol import Sampling
 from sensorium.kernels.layer_ops import LayerParts, NormWeights
 
+kernels = pytest.importorskip("sensorium.engines.native.decode_kernels", reason="triton is not installed")
 pytestmark = pytest.mark.gpu
 SCALING = 0.09
 # Heads, key heads, size of a head, biases, norms: Qwen2.5-VL-3B's, Qwen2.5-VL-7B's, Qwen3-VL's, and one of small heads.
@@ -101,7 +100,7 @@ def exactly(given: Unplaced, rows: DecodeRows, block: Tensor) -> tuple[Tensor, T
 def test_one_launch_places_and_attends(batch: list[tuple[list[int], int]], shape: tuple[int, int, int, bool, bool]) -> None:
     given, rows, block = inputs(batch, shape)
     expected, placed = exactly(given, rows, block)
-    attention = RowAttention(pytest.fail, lambda *_: pytest.fail("no trial was asked for"))
+    attention = kernels.RowAttention(pytest.fail, lambda *_: pytest.fail("no trial was asked for"))
     before = block.clone()
     found = attention.attend(given, rows, block)
     assert float((found.double() - expected).abs().max() / expected.abs().max()) < 0.008
@@ -117,28 +116,28 @@ def test_entries_that_nobody_wrote_do_not_count() -> None:
     expected, _ = exactly(given, rows, block)
     for row, length in enumerate(rows.lengths_B.tolist()):
         block[:, rows.table_BP[row, length // PAGE].long(), :, length % PAGE :] = float("nan")
-    found = RowAttention(pytest.fail, lambda *_: pytest.fail("no trial")).attend(given, rows, block)
+    found = kernels.RowAttention(pytest.fail, lambda *_: pytest.fail("no trial")).attend(given, rows, block)
     assert float((found.double() - expected).abs().max() / expected.abs().max()) < 0.008
 
 
 def test_a_trial_decides() -> None:
-    from sensorium.engines.native.decode_kernels import TritonOps
-
     notes: list[str] = []
     given, rows, block = inputs(BATCHES[3], SHAPES[0])
-    ops = TritonOps(notes.append)
+    ops = kernels.TritonOps(notes.append)
     attention = ops._row_attention
     assert attention is not None
     assert attention.takes(given, block)
     assert not notes
-    assert ops.reads_apart(6, row_attention.READ_AGAIN)
-    assert not ops.reads_apart(6, row_attention.READ_AGAIN + 1)
-    assert not ops.reads_apart(row_attention.MOST_ROWS + 1, 0)
-    assert not TritonOps().reads_apart(6, 0)
+    assert ops.reads_apart(6, kernels.READ_AGAIN)
+    assert not ops.reads_apart(6, kernels.READ_AGAIN + 1)
+    assert not ops.reads_apart(kernels.MOST_ROWS + 1, 0)
+    assert not kernels.TritonOps().reads_apart(6, 0)
     found = ops.attend(given, rows, block.clone(), SCALING)
     one_by_one = ops._attended_one_by_one(given, rows, block.clone())
     assert float((found.float() - one_by_one.float()).abs().max() / one_by_one.abs().max()) < 0.01
-    wrong = RowAttention(notes.append, lambda given, rows, block: 2 * one_by_one.new_ones(len(rows.lengths_B), 2048))
+    wrong = kernels.RowAttention(
+        notes.append, lambda given, rows, block: 2 * one_by_one.new_ones(len(rows.lengths_B), 2048)
+    )
     assert not wrong.takes(given, block)
     assert "takes several launches" in notes[0]
     assert "a trial of 6 rows was" in notes[0]
@@ -149,12 +148,12 @@ def test_a_trial_decides() -> None:
 def test_any_number_of_parts_is_summed(parts: int) -> None:
     given, rows, block = inputs(BATCHES[3], SHAPES[0], parts)
     expected, _ = exactly(given, rows, block)
-    found = RowAttention(pytest.fail, lambda *_: pytest.fail("no trial")).attend(given, rows, block)
+    found = kernels.RowAttention(pytest.fail, lambda *_: pytest.fail("no trial")).attend(given, rows, block)
     assert float((found.double() - expected).abs().max() / expected.abs().max()) < 0.008
 
 
 def test_sizes_that_the_kernel_does_not_know_are_left_to_others() -> None:
-    attention = RowAttention(pytest.fail, lambda *_: pytest.fail("no trial"))
+    attention = kernels.RowAttention(pytest.fail, lambda *_: pytest.fail("no trial"))
     for shape in ((16, 2, 32, True, False), (18, 2, 64, False, False)):
         given, _, block = inputs(BATCHES[0], shape)
         assert not attention.takes(given, block)

@@ -22,7 +22,7 @@ OPERATIONS: dict[str, tuple[str, str]] = {
     },
     "decode attend in one launch": (
         "engines.native.decode_kernels:TritonOps._attended_one_by_one",
-        "engines.native.row_attention:RowAttention.attend",
+        "engines.native.decode_kernels:RowAttention.attend",
     ),
     "pages written": ("engines.native.key_values:write_tokens", "kernels.decode_attention_triton:write_entries"),
     "pages copied": ("engines.native.key_values:PagePool._fill", "kernels.decode_attention_triton:copy_pages"),

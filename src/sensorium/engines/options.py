@@ -64,7 +64,7 @@ class WriterOptions(TypedDict, total=False):
     (default: 1 GiB, or a sixteenth of the GPU); what does not fit is computed again. ``record`` lets decoding run from
     recordings where they are faster (see ``steps``); the bits are the same. On a GPU it lets steps run fused and from CUDA
     graphs (see ``graphs``). ``compile``, on a GPU and with ``record``: steps of few rows attend in one launch (see
-    ``row_attention``); the last bits differ. ``kv`` says how keys and values are stored: a block of rows (on the CPU), or
+    ``decode_kernels``); the last bits differ. ``kv`` says how keys and values are stored: a block of rows (on the CPU), or
     pages with steps launched ahead (on a GPU). ``routes`` records the experts that tokens are sent to (``Segment.routes``);
     a recipe asks for it by ``algorithm.router_replay``.
     """

@@ -260,7 +260,7 @@ def buckets_to_capture(bucket: int, captured: Collection[int]) -> list[int]:
 class DecodeRunner:
     """Runs decode steps. ``fast=False`` is the reference: stock layers, plain torch, no graph.
 
-    ``compile`` lets attention of few rows be one launch (``row_attention``).
+    ``compile`` lets attention of few rows be one launch (``decode_kernels.RowAttention``).
     """
 
     def __init__(

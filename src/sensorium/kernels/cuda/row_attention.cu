@@ -9,7 +9,7 @@
 // Scores are keys · queries (mma m16n8k16: 16 entries × up to 8 heads that share a key head), in float32; weights to 11 bits
 // and values in float16, as in decode_attention_triton.py, whose results these are but for the order of sums.
 //
-// Given by the compiler's command line: HEADS, KV, SIZE of a head, PAGE, SPLITS, BIAS and NORM (0 or 1). ``row_attention.py``
+// Given by the compiler's command line: HEADS, KV, SIZE of a head, PAGE, SPLITS, BIAS and NORM (0 or 1). ``decode_kernels.py``
 // fills the structure and checks the sizes.
 
 typedef unsigned int u32;
