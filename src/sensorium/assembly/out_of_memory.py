@@ -8,11 +8,10 @@ import torch
 from sensorium.models.load import find_device
 from sensorium.recipe.memory_estimate import TOWER
 from sensorium.recipe.model_shape import is_ours
-from sensorium.recipe.plan import Plan, free_memory, learners_memory, least_recomputation, lowering_settings
+from sensorium.recipe.plan import GIB, Plan, free_memory, learners_memory, least_recomputation, lowering_settings
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.errors import MemoryExhausted, ModelError
 
-GIB = 1 << 30
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # in torch's errors for the machine's memory
 
 

@@ -37,7 +37,6 @@ from sensorium.vocabulary.plain import counted, differences
 
 Name = tuple[str, int]  # a task's id, and which of its occurrences in the list of tasks it is
 Tasks = dict[Name, list[Sample]]
-Interval = tuple[float, float]
 EXPERIMENT = "experiment.json"
 SAMPLING = ("temperature", "samples", "max_new_tokens", "max_context_tokens", "blanked")
 # What does not make two runs of different settings.
