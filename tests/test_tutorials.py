@@ -28,7 +28,7 @@ SHORT = {
 
 def shortened(words: list[str]) -> list[str]:
     """The same command with less to do. SFT ends at step 1 then, and RL at step 2."""
-    words = [re.sub("step_000(025|120)", "step_000001", re.sub("step_0001(75|50)", "step_000002", word)) for word in words]
+    words = [re.sub("step_000(025|120)", "step_000001", re.sub("step_000(175|136)", "step_000002", word)) for word in words]
     browser = "browser" in " ".join(words)  # which takes seconds to start
     one = ["environments.pool=1"] if browser else []
     if words[:2] == ["sensorium", "train"]:
