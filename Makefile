@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Packages are compiled by who imports them first (pip would compile all); so that must be kept.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: demo quick test suite lint types versions lock scale scale-learning studies docs site screenshots bench clean
+.PHONY: demo quick test suite lint types versions lock scale scale-learning studies parity docs site screenshots bench clean
 
 demo: .venv/installed
 	$(BIN)/sensorium demo
@@ -65,6 +65,11 @@ studies: .venv/tutorial .venv/browser
 	$(BIN)/python studies/schedules.py
 	$(MAKE) .venv_scale/installed
 	.venv_scale/bin/python studies/engines.py
+
+# Learning beside TRL and the one-file example: ten seeds of two tasks; goes on where it was interrupted.
+parity: .venv/bench
+	$(BIN)/python studies/parity.py gradient
+	$(BIN)/python studies/parity.py shapes text jobs=2
 
 docs: .venv/installed
 	$(BIN)/python tools/recipe_page.py > docs/reference/recipe.md

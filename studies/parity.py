@@ -341,10 +341,7 @@ def evaluate(problem: Problem, start: Path, model_folder: Path, rows: list[dict[
     right = dict.fromkeys(MEASURES, 0)
     for begin in range(0, len(rows), 125):
         part = rows[begin : begin + 125]
-        chats = [
-            [{"role": "user", "content": [{"type": "image", "image": row["image"]}] * problem.pictures + _words(row)}]
-            for row in part
-        ]
+        chats = [[{"role": "user", "content": _content(row)}] for row in part]
         inputs = processor.apply_chat_template(
             chats, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True
         )
@@ -360,8 +357,10 @@ def evaluate(problem: Problem, start: Path, model_folder: Path, rows: list[dict[
     return {measure: count / len(rows) for measure, count in right.items()}
 
 
-def _words(row: dict[str, Any]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": row["prompt"]}]
+def _content(row: dict[str, Any]) -> Any:
+    if "image" not in row:
+        return row["prompt"]
+    return [{"type": "image", "image": row["image"]}, {"type": "text", "text": row["prompt"]}]
 
 
 # --- A study: every part in a process of its own; what is stored is not done again
@@ -668,7 +667,7 @@ GRADIENTS = {
 }  # fmt: skip
 
 
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Any]:
+def compare_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Any]:
     """How far two gradients are apart, tensor by tensor: the difference's norm over the second's, and the cosine."""
     missing = sorted(set(one) ^ set(other))
     tensors = {}
@@ -700,7 +699,7 @@ def compare_gradients(work: Path = WORK, results: Path = RESULTS) -> None:
             part("gradient", name, system, str(start), str(folder))
         gradients = {system: load_file(folder / f"{system}.safetensors") for system in GRADIENTS}
         found[name] = {
-            f"{one} - {other}": differences(gradients[one], gradients[other])
+            f"{one} - {other}": compare_tensors(gradients[one], gradients[other])
             for one, other in (*combinations(SYSTEMS, 2), ("one_file, no mask", "trl"))
         }
         for pair, each in found[name].items():
