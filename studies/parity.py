@@ -103,7 +103,7 @@ class Problem:
 
 PROBLEMS = {
     "shapes": Problem("shapes", steps=40, prompts=16, lr=5e-4, max_new_tokens=6),
-    "text": Problem("text", steps=40, prompts=16, lr=5e-4, max_new_tokens=8),
+    "text": Problem("text", steps=60, prompts=32, lr=3e-4, max_new_tokens=8),
 }
 WARM_STEPS = 170
 
