@@ -60,6 +60,14 @@ def test_sums_are_held_out_and_rows_repeat(tmp_path: Path) -> None:
         assert first == again != other
 
 
+def test_the_page_of_studies_quotes_the_gradients() -> None:
+    root = Path(parity.__file__).parent
+    found, text = json.loads((root / "results/parity_gradient.json").read_text()), (root / "README.md").read_text()
+    for pair in ("sensorium - one_file", "sensorium - trl", "one_file, no mask - trl"):
+        assert " | ".join(f"{found[name][pair]['relative']:.1e}" for name in PROBLEMS) in text, pair
+        assert all(found[name][pair]["only in one"] == [] for name in PROBLEMS)
+
+
 def start_of(name: str, folder: Path) -> Path:
     return PROBLEMS[name].start(folder) if name == "shapes" else make_tiny("qwen3", folder / "start")
 
