@@ -512,6 +512,7 @@ def report(results: Path = RESULTS) -> None:
 
 
 COLOURS = {"sensorium": "#1f77b4", "one_file": "#2ca02c", "trl": "#d62728"}
+DASHES = {"one_file": 'stroke-dasharray="4 4"'}  # it often lies on Sensorium's
 
 
 def curves(stored: dict[str, Any]) -> str:
@@ -533,13 +534,13 @@ def curves(stored: dict[str, Any]) -> str:
             own = [run["curve"] for run in result["runs"] if run["system"] == system]
             if not own:
                 continue
-            mean = [sum(values) / len(values) for values in zip(*own, strict=True)]
+            mean, dash = [sum(values) / len(values) for values in zip(*own, strict=True)], DASHES.get(system, "")
             for curve, style in [*((each, 'opacity=".2"') for each in own), (mean, 'stroke-width="2"')]:
                 points = " ".join(
                     f"{pad + i / max(1, steps - 1) * (width - pad - 10):.1f},{height - pad - v * (height - 2 * pad):.1f}"
                     for i, v in enumerate(curve)
                 )
-                parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[system]}" {style}/>')
+                parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[system]}" {dash} {style}/>')
             parts.append(f'<text x="{pad + 8 + 110 * row}" y="{height - 4}" fill="{COLOURS[system]}">{system}</text>')
         parts.append("</g>")
     whole = width * len(stored)
