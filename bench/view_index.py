@@ -175,11 +175,10 @@ def train(run: RunDirectory, steps: int, *, watch: bool) -> dict[str, Any]:
             watching.start()
         command = [*sensorium, "train", "recipes/shapes.yaml", f"run_dir={run.path}", f"steps={steps}"]
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        cpus, size = list[float](), 0
+        cpus = list[float]()
         while training.poll() is None:
             with suppress(OSError):
-                if (now := run.metrics.stat().st_size) > size:
-                    size = now
+                if run.metrics.read_bytes().count(b"\n") > len(cpus):  # rows: one may be written in two parts
                     cpus.append(cpu_s(training.pid))
             time.sleep(0.02)
         if watch:
