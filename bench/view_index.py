@@ -5,9 +5,9 @@ words by a power law), indexes it, and asks for the first page, for searches, an
 changes, three times each. Prints the slowest of the three in seconds of wall clock and of CPU with the number of episodes
 found, the sizes of logs and index, and the memory that this took beside the imports.
 
-``--watched STEPS`` measures what watching costs instead: recipes/shapes.yaml is trained for so many steps, with and without
-a viewer whose page follows it, in ``--pairs`` pairs of equal runs. Prints by what share the CPU and wall seconds of a step
-grow, with an interval, and the viewer's CPU time while the run goes on as a share of the run's.
+``--watched STEPS`` measures what watching costs instead: recipes/shapes.yaml is trained for so many steps beside a viewer
+whose page follows it, and which is stopped in every other stretch of five steps. Prints by what share the CPU and wall
+seconds of a watched step differ, with an interval, and the viewer's CPU time as a share of the run's.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from sensorium.viewer.runs import Rescoring
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
 
 STEP, GROUP, TOKENS, WORDS = 256, 8, 96, 20_000
+STRETCH = 5  # steps
 PAGE_SHARE, PAGE_LONGEST_S = 0.0025, 20.0  # as assets/viewer/runs.js has them
 SEARCHES = {
     "first page": Search(),
@@ -159,73 +161,53 @@ def follow(address: str, over: threading.Event) -> None:
                 over.wait(max(2.0, min(PAGE_LONGEST_S, (time.perf_counter() - started) / PAGE_SHARE)))
 
 
-def train(run: RunDirectory, steps: int, *, watch: bool) -> dict[str, Any]:
-    """Train recipes/shapes.yaml; the CPU and wall seconds of its steps, and the CPU seconds of a viewer that follows it."""
-    sensorium, over, found = [sys.executable, "-m", "sensorium"], threading.Event(), dict[str, Any]()
+def watched(run: RunDirectory, steps: int) -> dict[str, Any]:
+    """Train beside a viewer; what watched stretches of steps take over the mean of their two neighbours, and the other way.
+
+    Two runs differ by more than what is looked for, on a machine that others use too. The interval (95 %) is bootstrapped
+    over stretches.
+    """
+    sensorium, over = [sys.executable, "-m", "sensorium"], threading.Event()
     run.path.parent.mkdir(parents=True)
     with ExitStack() as ending:
-        if watch:
-            command = [*sensorium, "view", str(run.path.parent), "--no-open", "--device", "cpu"]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-            viewing = ending.enter_context(subprocess.Popen(command, **pipes))
-            ending.callback(viewing.terminate)
-            address = re.search(r"http://\S+/", viewing.stdout.readline())[0]
-            found["viewer_start_s"] = cpu_s(viewing.pid)
-            watching = threading.Thread(target=follow, args=(address, over), daemon=True)
-            watching.start()
-        command = [*sensorium, "train", "recipes/shapes.yaml", f"run_dir={run.path}", f"steps={steps}"]
+        command = [*sensorium, "view", str(run.path.parent), "--no-open", "--device", "cpu"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        viewing = ending.enter_context(subprocess.Popen(command, **pipes))
+        ending.callback(viewing.kill)
+        address = re.search(r"http://\S+/", viewing.stdout.readline())[0]
+        start_s = cpu_s(viewing.pid)
+        threading.Thread(target=follow, args=(address, over), daemon=True).start()
+        changes = [f"run_dir={run.path}", f"steps={steps}", "evaluation.every=0", "evaluation.at_start=false"]
+        command = [*sensorium, "train", "recipes/shapes.yaml", *changes]
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         cpus = list[float]()
         while training.poll() is None:
             with suppress(OSError):
                 if run.metrics.read_bytes().count(b"\n") > len(cpus):  # rows: one may be written in two parts
                     cpus.append(cpu_s(training.pid))
+                    if len(cpus) % STRETCH == 0:
+                        viewing.send_signal(signal.SIGSTOP if len(cpus) // STRETCH % 2 else signal.SIGCONT)
             time.sleep(0.02)
-        if watch:
-            found["viewer_s"] = cpu_s(viewing.pid) - found["viewer_start_s"]
-            over.set()
-            watching.join(10)
+        viewing.send_signal(signal.SIGCONT)
+        viewer_s = cpu_s(viewing.pid) - start_s
+        over.set()
     rows = list(read_rows(run.metrics))
     if training.returncode not in (0, 3) or len(rows) != steps or len(cpus) != steps:
         raise SystemExit(f"the run ended with {training.returncode} after {len(rows)} of {steps} steps")
-    return found | {"cpu": np.diff(cpus), "wall": np.array([row["time/step_s"] for row in rows])[1:], "run_s": cpus[-1]}
-
-
-def watched(folder: Path, steps: int, pairs: int) -> dict[str, Any]:
-    """By how much a run's steps take longer while a page follows it: pairs of equal runs, first one then the other first.
-
-    A run on a CPU is a function of recipe and seed, so the steps of a pair do the same. The intervals (95 %) are
-    bootstrapped over stretches of five steps.
-    """
-    ratios: dict[str, list[float]] = {"cpu": [], "wall": []}
-    viewer, run, starts = 0.0, 0.0, []
-    for pair in range(pairs):
-        both = {}
-        for watch in (pair % 2 == 0, pair % 2 == 1):
-            both[watch] = train(RunDirectory(folder / f"{pair}_{watch}/run"), steps, watch=watch)
-            print(
-                json.dumps({"pair": pair, "watched": watch, "step_cpu_s": round(float(both[watch]["cpu"].mean()), 4)}),
-                flush=True,
-            )
-        for name, found in ratios.items():
-            found += [*np.log(both[True][name] / both[False][name])]
-        viewer, run = viewer + both[True]["viewer_s"], run + both[True]["run_s"]
-        starts.append(both[True]["viewer_start_s"])
-    result: dict[str, Any] = {"steps": steps - 1, "pairs": pairs}
-    random = np.random.default_rng(0)
-    for name, found in ratios.items():
-        blocks = np.array_split(np.array(found), max(1, len(found) // 5))
-        means = np.array([block.mean() for block in blocks])
-        drawn = random.choice(means, (2000, len(means))).mean(1)
-        low, high = np.quantile(drawn, (0.025, 0.975))
-        result[f"{name}_of_a_step"] = {"more_by": round(float(means.mean()), 4), "between": [round(low, 4), round(high, 4)]}
-    share = round(viewer / run, 5)
-    return result | {
-        "run_cpu_s": round(run, 1),
-        "viewer_cpu_s": round(viewer, 2),
-        "share": share,
-        "viewer_start_s": max(starts),
+    result: dict[str, Any] = {"steps": steps}
+    for name, seconds in (("cpu", np.diff(cpus, prepend=0.0)), ("wall", np.array([row["time/step_s"] for row in rows]))):
+        means = np.log(seconds[: steps // STRETCH * STRETCH]).reshape(-1, STRETCH).mean(1)
+        more = means[1:-1] - (means[:-2] + means[2:]) / 2
+        more[::2] *= -1  # the second stretch was not watched
+        more = more[1:]  # nor does the first compare, which began the run
+        low, high = np.quantile(np.random.default_rng(0).choice(more, (2000, len(more))).mean(1), (0.025, 0.975))
+        result[f"{name}_of_a_step"] = {"more_by": round(float(more.mean()), 4), "between": [round(low, 4), round(high, 4)]}
+    shares = {
+        "run_cpu_s": round(cpus[-1], 1),
+        "viewer_cpu_s": round(viewer_s, 2),
+        "share": round(2 * viewer_s / cpus[-1], 4),
     }
+    return result | shares | {"viewer_start_s": start_s}
 
 
 def most_mib() -> float:
@@ -237,11 +219,10 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--folder", type=Path, help="keep the run here, and use the one that is there")
     parser.add_argument("--watched", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--pairs", type=int, default=1, help="of runs, with --watched")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         if arguments.watched:
-            print(json.dumps(watched(Path(made), arguments.watched, arguments.pairs), indent=1))
+            print(json.dumps(watched(RunDirectory(Path(made) / "runs/run"), arguments.watched), indent=1))
             return
         folder = arguments.folder or Path(made) / "run"
         run = RunDirectory(folder) if (folder / "recipe.yaml").exists() else write_run(folder, arguments.episodes)
