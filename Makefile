@@ -87,7 +87,8 @@ screenshots: .venv/dev .venv/browser
 bench: .venv/bench
 	$(BIN)/python -m bench step --workload CPU
 
-INSTALL = $(BIN)/python tools/install.py
+# Who has this variable set starts commands without make later, so what is installed is compiled for them.
+INSTALL = PYTHONDONTWRITEBYTECODE=$(PYTHONDONTWRITEBYTECODE) $(BIN)/python tools/install.py
 
 # Versions for all Pythons we support. Those in the file stay while they fit: delete it first for the newest ones.
 lock: .venv/dev

@@ -112,16 +112,17 @@ def main(what: str) -> int:
     if code == 0:
         packages = Path(sysconfig.get_paths()["purelib"])
         mend_torchvision(packages)
-        compile_packages(packages)
+        compile_packages(packages, Path("src"))
     return code
 
 
-def compile_packages(packages: Path) -> bool:
+def compile_packages(*folders: Path) -> bool:
     """Compile what is installed where Python may not write bytecode: else every command would compile torch again."""
     if not os.environ.get("PYTHONDONTWRITEBYTECODE"):
         return False
     print("compiling the installed packages, since PYTHONDONTWRITEBYTECODE is set (a minute or two)", flush=True)
-    compileall.compile_dir(str(packages), quiet=2, workers=0)  # files that no Python compiles are left as they are
+    for folder in folders:
+        compileall.compile_dir(str(folder), quiet=2, workers=0)  # files that no Python compiles are left as they are
     return True
 
 
