@@ -499,6 +499,7 @@ def test_a_model_is_asked_what_if_on_a_desk_and_on_a_phone(browser: Browser, tmp
         visit.keep("phone_what_if")
         assert visit.narrow() == 0
         page.locator(".brand").click()
+        page.locator(".runs tbody th").first.wait_for()  # else the button is one of the page that is being left
         page.go_back()
         page.get_by_role("button", name="What if …").click()
         page.locator(".drawing").wait_for()
