@@ -1,5 +1,7 @@
 """W4, many turns with a new picture each: the rollout's token rate beside W1's in one process, and what was computed twice.
 
+The native engine plays in lockstep, as ``rollout.schedule: auto`` does where environments are quick, and eagerly.
+
 64 episodes of 8 turns in Sokoban (8 × 8), a picture of 448² (256 vision tokens) each turn and 64 tokens without early stop.
 Random weights write no moves, so an environment takes what is written as the key of one: every turn something moves.
 
@@ -56,8 +58,12 @@ def compare(steps: int, *, tiny: bool = False, engines: tuple[str, ...] = ("nati
         found = {
             "W1": _measured(folder / "w1", recipe_for(TINY if tiny else W1, model, folder / "w1", **_where(tiny)), steps)
         }
-        for engine in engines:
-            found[f"W4, {engine}"] = _measured(folder / engine, _recipe(model, folder / engine, tiny, engine), steps)
+        played = [
+            (engine, schedule) for engine in engines for schedule in (["auto"] if engine == "native" else []) + ["eager"]
+        ]
+        for engine, schedule in played:
+            run = folder / f"{engine}_{schedule}"
+            found[f"W4, {engine}, {schedule}"] = _measured(run, _recipe(model, run, tiny, engine, schedule), steps)
     for name, row in found.items():
         if name != "W1":
             row["over_w1"] = round(row["tokens_per_s"] / found["W1"]["tokens_per_s"], 3)
@@ -73,7 +79,7 @@ def _where(tiny: bool) -> dict[str, Any]:
     }
 
 
-def _recipe(model: Path, run: Path, tiny: bool, engine: str) -> Recipe:
+def _recipe(model: Path, run: Path, tiny: bool, engine: str, schedule: str) -> Recipe:
     work = Workload(prompts=2 if tiny else 8, group=4 if tiny else 8, pixels=112 if tiny else 448, new_tokens=NEW_TOKENS)
     given = _where(tiny)
     base = recipe_for(work, model, run, **given).model_dump(mode="json", exclude_unset=True)
@@ -89,7 +95,7 @@ def _recipe(model: Path, run: Path, tiny: bool, engine: str) -> Recipe:
     environments = {"size": 4096, "split_by": "seed", "environment": "many_turns:Wandering", "options": room}
     base["tasks"] = {"train": [{"source": "environments", "options": environments}]}
     base["rollout"] |= {"max_turns": TURNS, "max_new_tokens": NEW_TOKENS, "max_context_tokens": TURNS * each + 512}
-    base["rollout"] |= {"schedule": "eager", "engine": {"name": engine}}
+    base["rollout"] |= {"schedule": schedule, "engine": {"name": engine}}
     base["rewards"] = {"terms": [{"name": "environment"}]}
     return Recipe.model_validate(base)
 

@@ -63,6 +63,7 @@ from studies.seeds import circumstances, cpu_minutes
 ROOT = Path(__file__).parents[1]
 MARGIN = 0.05
 SYSTEMS = ("sensorium", "one_file", "trl")
+AS_TRL = "one_file_as_trl"  # the example with the two of TRL's differences that it can have, to see what they explain
 SEEDS = tuple(range(10))
 MEASURES = ("sampled", "greedy")
 RESULTS = Path(__file__).parent / "results"
@@ -245,11 +246,14 @@ def algorithm() -> dict[str, Any]:
     return {"advantage": {"name": "grpo"}, "loss": loss}
 
 
-def run_one_file(problem: Problem, start: Path, rows: Path, seed: int, out: Path) -> list[float]:
-    """The example, step by step."""
+def run_one_file(problem: Problem, start: Path, rows: Path, seed: int, out: Path, *, as_trl: bool = False) -> list[float]:
+    """The example, step by step; ``as_trl`` with every id in the softmax and 1e-4 added to a group's standard deviation."""
     flat, store = load_example(problem), MediaStore()
     tasks = JsonlRows(str(rows), store, **problem.options)
     model = flat.Model(str(start))
+    if as_trl:
+        model.forbidden_ids = model.forbidden_ids[:0]
+        flat.advantages = lambda paid_PG: (paid_PG - paid_PG.mean(1, keepdim=True)) / (paid_PG.std(1, keepdim=True) + 1e-4)
     optimizer = torch.optim.AdamW(model.whole.parameters(), lr=problem.lr, betas=BETAS, eps=EPS, weight_decay=0.0)
     curve = []
     for step in range(1, problem.steps + 1):
@@ -305,7 +309,9 @@ def trl_trainer(
     )  # fmt: skip
 
 
-RUNNERS = {"sensorium": run_sensorium, "one_file": run_one_file, "trl": run_trl}
+RUNNERS = {
+    "sensorium": run_sensorium, "one_file": run_one_file, "trl": run_trl, AS_TRL: partial(run_one_file, as_trl=True),
+}  # fmt: skip
 
 
 # --- The evaluator: transformers alone
@@ -445,7 +451,7 @@ def study(name: str, seeds: Iterable[int], jobs: int, work: Path = WORK, results
         )
 
     known = {(run["seed"], run["system"]) for run in stored["runs"]}
-    todo = [(seed, system) for seed in seeds for system in SYSTEMS if (seed, system) not in known]
+    todo = [(seed, system) for seed in seeds for system in RUNNERS if (seed, system) not in known]
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda one: run(*one), todo))
 
@@ -472,7 +478,7 @@ def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_seed: dict[int, dict[str, Any]] = {}
     for run in runs:
         by_seed.setdefault(run["seed"], {})[run["system"]] = run
-    whole = [systems for _, systems in sorted(by_seed.items()) if set(systems) == set(SYSTEMS)]
+    whole = [systems for _, systems in sorted(by_seed.items()) if set(SYSTEMS) <= set(systems)]
     if not whole:
         return {}
     found: dict[str, Any] = {}
@@ -486,6 +492,9 @@ def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"{one} - {other}": verdict([a - b for a, b in zip(values[one], values[other], strict=True)])
             for one, other in combinations(SYSTEMS, 2)
         }
+        for other in SYSTEMS:  # what makes the difference between them
+            if both := [each[AS_TRL][measure] - each[other][measure] for each in whole if AS_TRL in each]:
+                pairs[f"{AS_TRL} - {other}"] = verdict(both)
         found[measure] = {"systems": means, "differences": pairs}
     return found
 

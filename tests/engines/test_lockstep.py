@@ -2,11 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
+from sensorium.engines import scheduler
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.protocol import LiveEpisodes, Request, Response, Sampling, response_key
 from sensorium.vocabulary.content import user
@@ -94,6 +95,45 @@ def test_eager_runs_draw_the_same_tokens(bench: Bench) -> None:
     lockstep = asyncio.run(play(bench, NativeEngine(bench.policy), 5, 3, None))
     eager = asyncio.run(play(bench, NativeEngine(bench.policy, lockstep=False), 5, 3, random.Random(5)))
     assert [s.tokens for s in lockstep] == [s.tokens for s in eager]
+
+
+def test_without_lockstep_those_who_ask_join_together_and_admission_takes_half_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock of its own: an admission takes 20, a step 1, and nothing else takes time."""
+    clock, joined, live = [0.0], list[list[str]](), LiveEpisodes()
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: clock[0] / 1000)
+    writing: dict[str, tuple[scheduler.Job, float]] = {}
+
+    async def tick(waiting: Sequence[scheduler.Job]) -> int:
+        clock[0] += 20 if waiting else 1
+        writing.update({job.request.thread: (job, clock[0] + 50) for job in waiting})
+        for thread, (job, until) in list(writing.items()):
+            if clock[0] >= until:
+                del writing[thread]
+                job.future.set_result(Response(Segment("model", (1,), logprobs=(0.0,)), "stop"))
+        if waiting:
+            joined.append([job.request.thread for job in waiting])
+        return len(waiting)
+
+    pump = scheduler.TickScheduler(tick, lockstep=False, patience_s=60)
+
+    async def episode(thread: str, at: float) -> None:
+        while clock[0] < at:
+            await asyncio.sleep(0)
+            if not writing:
+                clock[0] += 0.5
+        await pump.generate(Request(thread, (), Sampling(), (int(at),), 0, thread), live)
+        live.leave()
+
+    async def go() -> None:
+        for _ in range(6):
+            live.enter()
+        await asyncio.gather(*(episode(name, at) for name, at in zip("abcdef", (0, 1, 3, 5, 200, 203), strict=True)))
+
+    asyncio.run(go())
+    # b, c and d came while a was admitted or just after; f in a row with e, while nobody wrote.
+    assert joined == [["a"], ["b", "c", "d"], ["e", "f"]]
 
 
 def test_a_tick_waits_for_a_live_episode_but_not_for_ever(bench: Bench) -> None:

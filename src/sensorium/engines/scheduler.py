@@ -5,6 +5,11 @@ not of the clock. For example, with two episodes of one rollout, of which B's en
 
     A asks    B asks    tick, tick, …    A ends    (B still writes: tick, …)    A asks again    tick with both
 
+Otherwise requests join as they come, but several together: one pass over many contexts takes little longer than over one,
+and all who write wait for it. Admission takes half of the time at most, and begins when those who come in a row have come:
+
+    A asks    B, C ask    tick, tick, … as long as A's admission took    tick with B and C
+
 Waiting requests are sorted by ``request.order``. One that fails fails alone; one whose wait is cancelled leaves the batch
 at the next tick.
 """
@@ -19,6 +24,9 @@ from sensorium.vocabulary.errors import EngineError, EngineLost
 
 # Idle turns of the event loop before a lockstep tick: an episode that just woke may still enter or send a request.
 QUIET_TURNS = 3
+MOST_HELD_S = 0.1  # a longer admission has much to compute, which does not become less by waiting
+IN_A_ROW = 0.25  # of the time of an admission: who comes within it has come together
+LOOK_S = 0.005  # while nobody writes, how often those who are held back are looked at
 
 
 class Job:
@@ -54,6 +62,7 @@ class TickScheduler:
         self._open: dict[str, Job] = {}
         self._waiting: list[Job] = []
         self._unsorted = False
+        self._admission_s = self._admitted = self._first = self._newest = 0.0  # how long the last took; moments
         self._pump: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._events = 0
@@ -68,6 +77,9 @@ class TickScheduler:
             episodes.listen(self._happened)
         job = Job(request, asyncio.get_running_loop().create_future(), episodes)
         self._open[request.thread] = job
+        self._newest = time.perf_counter()
+        if not self._waiting:
+            self._first = self._newest
         self._waiting.append(job)
         self._unsorted = True
         if self._pump is None or self._pump.done():
@@ -135,7 +147,7 @@ class TickScheduler:
                     await self._resumed.wait()
                 elif self._open:
                     await self._tick()
-                await asyncio.sleep(0)
+                await asyncio.sleep(0 if self._at_work else min(LOOK_S, self._held_s()))
         except Exception as error:
             known = isinstance(error, EngineError | EngineLost)
             for job in self._open.values():
@@ -174,13 +186,38 @@ class TickScheduler:
             finally:
                 self.waited_s += time.perf_counter() - began
 
+    @property
+    def _at_work(self) -> bool:
+        """Whether any response is being written."""
+        return len(self._open) > len(self._waiting)
+
+    def _held_s(self) -> float:
+        """How long those who wait are still held back, for others to join with them. In lockstep all have come."""
+        if self.lockstep or not self._waiting or len(self._open) >= self._live:
+            return 0.0
+        if self._at_work:
+            until = self._admitted + self._admission_s
+        else:
+            until = min(self._newest + IN_A_ROW * self._admission_s, self._first + self._admission_s)
+        return max(0.0, until - time.perf_counter())
+
     async def _tick(self) -> None:
         """One tick; answered requests are closed. Others may ask while it is under way."""
         waiting = [job for job in self._waiting if not job.future.done()]
         if self._unsorted:
             waiting.sort(key=lambda job: job.request.order)
-        self._waiting, self._unsorted = [], False
+        self._waiting, self._unsorted = waiting, False
+        if self._held_s() > 0:
+            if not self._at_work:
+                return
+            waiting = []
+        else:
+            self._waiting = []
+        began = time.perf_counter()
         admitted = await self._tick_once(waiting)
+        if admitted:
+            self._admitted = time.perf_counter()
+            self._admission_s = min(MOST_HELD_S, self._admitted - began)
         self._waiting = [*waiting[admitted:], *self._waiting]
         for thread in [thread for thread, job in self._open.items() if job.future.done()]:
             del self._open[thread]

@@ -428,7 +428,8 @@ class Rollout:
 
     def length(self, context: Sequence[Segment]) -> int:
         """Expanded tokens of a context."""
-        return sum(len(self.chat.layout(segment)) for segment in context)
+        lengths = (len(one.tokens) if one.author == "model" else len(self.chat.layout(one)) for one in context)
+        return sum(lengths)  # a model's words are not expanded, and laying them out at every turn is slow
 
 
 def too_long(task: Task, length: int, section: RolloutSection) -> PromptTooLong:

@@ -194,8 +194,8 @@ def check_features(
         slot.place(features[slot.media])
 
 
-CHUNK_TOKENS = 8192  # padded tokens of one forward
-CHUNK_SCORES = 1 << 24  # entries of the mask of continued rows
+# Padded tokens of one forward, and entries of the mask of continued rows. A GPU takes as long for few tokens as for many.
+CHUNK = {"cuda": (24576, 1 << 26), "cpu": (8192, 1 << 24)}
 
 
 class PrefillRows(Protocol):
@@ -328,7 +328,7 @@ def prefill(
             cache.put(first + i, entry.stored.block, held, entry.stored.states)
     suffixes = [entry.suffix for entry in entries if entry.suffix is not None]
     hidden = []
-    for start, chunk in _chunks(suffixes):
+    for start, chunk in _chunks(suffixes, *CHUNK.get(cache.device.type, CHUNK["cuda"])):
         with nullcontext() if recorder is None else recorder.watch() as seen:
             hidden.append(_forward(policy, cache, chunk, first + start, features))
         if recorder is not None and seen is not None:
@@ -353,7 +353,7 @@ def prefill(
     return torch.cat(hidden)
 
 
-def _chunks(suffixes: Sequence[UncachedSuffix]) -> Iterator[tuple[int, list[UncachedSuffix]]]:
+def _chunks(suffixes: Sequence[UncachedSuffix], tokens: int, scores: int) -> Iterator[tuple[int, list[UncachedSuffix]]]:
     """Runs of suffixes of one kind, none shorter than half the longest, within a bound of padded tokens."""
     start = 0
     chunk: list[UncachedSuffix] = []
@@ -362,8 +362,8 @@ def _chunks(suffixes: Sequence[UncachedSuffix]) -> Iterator[tuple[int, list[Unca
             longest = chunk[0].ids_T.shape[0]
             padded = (len(chunk) + 1) * longest
             seen = max(other.held for other in (*chunk, suffix)) + longest
-            fits = padded <= CHUNK_TOKENS and 2 * suffix.ids_T.shape[0] >= longest
-            if not fits or bool(suffix.held) != bool(chunk[0].held) or (suffix.held and padded * seen > CHUNK_SCORES):
+            fits = padded <= tokens and 2 * suffix.ids_T.shape[0] >= longest
+            if not fits or bool(suffix.held) != bool(chunk[0].held) or (suffix.held and padded * seen > scores):
                 yield start, chunk
                 start, chunk = i, []
         chunk.append(suffix)
