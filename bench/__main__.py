@@ -2,13 +2,13 @@
 
 python -m bench step --workload W1|W2|W3|OMNI|Q35|A3B [--steps 3] [--lora 0] [--tokens-per-microbatch 16384]
                      [--sharing on|off|none] [--recompute none|selective|full|auto] [--moments bfloat16]
-                     [--precision fast|matched] [--replay] [--peers]
+                     [--precision fast|matched] [--replay] [--fp8] [--peers]
 python -m bench step --workload CPU [--steps 3] [--tiny]
 python -m bench experts [--lora 32] [--tokens-per-microbatch 14100] [--profile]
 python -m bench engines --workload W1|W2|W3 [--steps 3] [--only native|vllm] [--push auto|ipc|file] [--limit-s 900] [--tiny]
 python -m bench all [--limit-s 540] [--cases W1,Q35] [--out all.json]
 python -m bench curves
-python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--profile]
+python -m bench rollout --workload W1|W3|Q35 [--prompts 64] [--rounds 2] [--max-rows 512] [--fp8] [--profile]
 python -m bench kernels --workload W1|W2|W3 [--steps 3] [--limit-s 500] [--known FILE] [--out kernels.json]
 python -m bench turns [--steps 2] [--only native|vllm] [--tiny]
 python -m bench schedules [--workload text|W1] [--steps 4] [--tiny] [--slow [--slower 1]
@@ -18,6 +18,9 @@ python -m bench export [--prompts 1] [--lora 0] [--scratch FOLDER] [--tiny]
 ``--sharing off`` also times the update with every episode as a group of its own, in the same process: each pays its prompt,
 and the tower still sees each picture once. ``--sharing none`` is a step of as many episodes that share nothing: each has a
 prompt and pictures of its own, as for trainers that pack rows one by one.
+
+``--fp8`` samples with FP8 weights (``rollout.quantization``): ``rollout`` prints the rate beside that without, ``step`` the
+mismatch.
 
 ``--peers`` also times TRL's step, and TRL's with vLLM, each at the best of its micro-batches, where they are installed.
 ``engines`` times steps sampled by the native engine and by vLLM in one run: step, tokens a second, push of weights, and
@@ -78,6 +81,7 @@ def main() -> None:
     )
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
     parser.add_argument("--replay", action="store_true", help="a step with algorithm.router_replay (A3B)")
+    parser.add_argument("--fp8", action="store_true", help="rollout, step: sample with FP8 weights")
     parser.add_argument("--only", choices=["native", "vllm"], help="of the engines")
     parser.add_argument("--push", default="auto", choices=["auto", "ipc", "file"], help="how vLLM gets its weights")
     parser.add_argument("--limit-s", type=float, default=900.0, help="for each engine, its start included; of kernels")
@@ -163,6 +167,7 @@ def main() -> None:
             given.sharing,
             given.lora,
             given.replay,
+            given.fp8,
         )
         result |= {"peers": peers} if given.peers else {}
     elif given.what == "experts":
@@ -186,7 +191,9 @@ def main() -> None:
     else:
         from rollout import time_rollouts
 
-        result = time_rollouts(given.workload, work, given.rounds, given.max_rows, given.profile, given.precision)
+        result = time_rollouts(
+            given.workload, work, given.rounds, given.max_rows, given.profile, given.precision, given.fp8
+        )
     print(json.dumps(result, indent=1))
 
 

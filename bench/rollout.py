@@ -1,6 +1,7 @@
 """The native engine alone on one GPU: tokens per second of a workload's responses, equal or of very uneven length."""
 
 import asyncio
+import gc
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -42,18 +43,28 @@ class Rounds:
 
 
 def time_rollouts(
-    name: str, work: Workload, rounds: int, max_rows: int, profile: bool, precision: Precision = "fast"
+    name: str, work: Workload, rounds: int, max_rows: int, profile: bool, precision: Precision = "fast", fp8: bool = False
 ) -> dict[str, Any]:
     """Rollouts with new pictures each, the first left out; where asked, the kernels of one by their time.
 
-    Of responses of uneven length also the rate over that of as many responses of equal length, by the same engine.
+    Of responses of uneven length also the rate over that of as many responses of equal length, by the same engine. ``fp8``:
+    by an engine with FP8 weights, beside the rate of one without on the same model.
     """
     with tempfile.TemporaryDirectory() as scratch:
         store = MediaStore()
         model = write_model(Path(scratch) / "model", work.family)
         policy = load_policy(str(model), store=store, device="cuda", dtype="bfloat16", precision=precision)
     policy.model.requires_grad_(False)
-    engine = NativeEngine(policy, max_rows=max_rows)
+    plain = None
+    if fp8:
+        without = NativeEngine(policy, max_rows=max_rows)
+        set_aside()
+        plain = _timed(without, policy, store, work, range(200, 201 + rounds))
+        without.close()
+        del without
+        gc.collect()
+        torch.cuda.empty_cache()
+    engine = NativeEngine(policy, max_rows=max_rows, quantization="fp8" if fp8 else "none")
     set_aside()  # as a run does
     timed = _timed(engine, policy, store, work, range(rounds + 1))
     equal = _timed(engine, policy, store, replace(work, tail=1.0), range(100, 101 + rounds)) if work.tail > 1 else None
@@ -80,6 +91,11 @@ def time_rollouts(
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "engine": vars(engine.counters) | {"notes": list(engine.notes)},
     }
+    if plain is not None:
+        result["without_fp8"] = {
+            "tokens_per_s": round(plain.tokens_per_s), "rounds_s": [round(each, 3) for each in plain.seconds[1:]],
+        }  # fmt: skip
+        result["over_without_fp8"] = round(timed.tokens_per_s / plain.tokens_per_s, 3)
     if equal is not None:
         result["equal_lengths_tokens_per_s"] = round(equal.tokens_per_s)
         result["equal_lengths_rounds_s"] = [round(each, 3) for each in equal.seconds[1:]]

@@ -111,12 +111,14 @@ def opened(
     alone: bool = False,
     lora: int = 0,
     replay: bool = False,
+    fp8: bool = False,
 ) -> Iterator[tuple[Any, RunDirectory, Recipe]]:
     """A trainer of a workload, its run directory and its recipe. ``alone``: advantages that need no group.
 
-    ``replay``: ``algorithm.router_replay``.
+    ``replay``: ``algorithm.router_replay``. ``fp8``: ``rollout.quantization``, with its correction.
     """
     algorithm: dict[str, Any] = {"advantage": {"name": "reinforce_plus_plus"}} if alone else {}
+    algorithm |= {"correction": {"weights": "token"}} if fp8 else {}
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch) / "model", work.family)
@@ -132,6 +134,9 @@ def opened(
             media={"memory_gib": max(1.0, _prepared_gib(work))},
             algorithm=algorithm | {"router_replay": replay},
         )
+        if fp8:
+            rollout = recipe.rollout.model_copy(update={"quantization": "fp8"})
+            recipe = recipe.model_copy(update={"rollout": rollout})
         trainer = open_trainer(recipe, directory)
         if work.tail > 1:
             _cut_responses(trainer.session.engine, work)
@@ -155,12 +160,13 @@ def time_steps(
     sharing: str = "on",
     lora: int = 0,
     replay: bool = False,
+    fp8: bool = False,
 ) -> dict[str, Any]:
     """The medians of some steps, the first left out, and what the first took: it compiles and captures."""
     alone = sharing == "none"
     if alone:
         work = replace(work, prompts=work.episodes, group=1)
-    given = work, tokens_per_microbatch, recompute, moments, precision, alone, lora, replay
+    given = work, tokens_per_microbatch, recompute, moments, precision, alone, lora, replay, fp8
     with opened(*given) as (trainer, directory, recipe):
         loop = asyncio.new_event_loop()
         seconds, before = [], torch.cuda.memory_stats()
@@ -202,6 +208,7 @@ def time_steps(
             "effective_share": middle.get("mismatch/effective_share"),
             "moments": moments,
             "precision": precision,
+            "fp8": fp8,
             "recompute": recompute,
             "lora": lora,
             "sharing": sharing,

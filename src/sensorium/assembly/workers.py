@@ -231,6 +231,8 @@ def open_engine(recipe: Recipe, policy: Policy, folder: Path | None = None) -> t
     def make_engine(number: int) -> Engine:
         given = {"policy": policy, "lockstep": recipe.lockstep, "host": hosts[number]}
         options = section.options | ({"routes": True} if recipe.algorithm.router_replay else {})
+        if recipe.rollout.quantization != "none":
+            options |= {"quantization": recipe.rollout.quantization}
         engine: Engine = build("engine", section.name, options, "rollout.engine.options", **given)
         return engine
 

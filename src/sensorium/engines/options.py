@@ -66,7 +66,8 @@ class WriterOptions(TypedDict, total=False):
     graphs (see ``graphs``). ``compile``, on a GPU and with ``record``: steps of few rows attend in one launch (see
     ``decode_kernels``); the last bits differ. ``kv`` says how keys and values are stored: a block of rows (on the CPU), or
     pages with steps launched ahead (on a GPU). ``routes`` records the experts that tokens are sent to (``Segment.routes``);
-    a recipe asks for it by ``algorithm.router_replay``.
+    a recipe asks for it by ``algorithm.router_replay``. ``quantization``: decode steps use FP8 copies of the weights (see
+    ``native/fp8.py``); a recipe asks for it by ``rollout.quantization``.
     """
 
     max_rows: int
@@ -76,14 +77,15 @@ class WriterOptions(TypedDict, total=False):
     compile: bool
     kv: Literal["auto", "rows", "pages"]
     routes: bool
+    quantization: Literal["none", "fp8"]
 
 
 DEFAULTS: WriterOptions = {
     "max_rows": 512, "max_context": None, "keep_bytes": None, "record": True, "compile": True, "kv": "auto",
-    "routes": False,
+    "routes": False, "quantization": "none",
 }  # fmt: skip
 WRITER_LIMITS = {"max_rows": (1, 1e6), "max_context": (16, 1e9), "keep_bytes": (0, 1e15), **SECONDS}
-KV = ("auto", "rows", "pages")
+KV, QUANTIZATION = ("auto", "rows", "pages"), ("none", "fp8")
 
 
 def check_writer_options(options: Mapping[str, Any]) -> None:
@@ -91,6 +93,8 @@ def check_writer_options(options: Mapping[str, Any]) -> None:
     check_limits(options, WRITER_LIMITS)
     if options.get("kv", "auto") not in KV:
         raise ValueError(f"kv is {options['kv']!r}; it must be one of {', '.join(KV)}")
+    if options.get("quantization", "none") not in QUANTIZATION:
+        raise ValueError(f"quantization is {options['quantization']!r}; it must be one of {', '.join(QUANTIZATION)}")
 
 
 def completed(options: WriterOptions, device: str, *, matched: bool = False) -> tuple[dict[str, Any], bool]:
@@ -103,6 +107,11 @@ def completed(options: WriterOptions, device: str, *, matched: bool = False) -> 
     paged = kv == "pages" or matched or (kv == "auto" and device == "cuda")
     if not paged:
         full.pop("compile")
+        if full.pop("quantization") != "none":
+            raise ValueError(
+                "rollout.quantization is 'fp8', and this engine decodes without pages, as on a CPU or with kv: rows; use a "
+                "GPU and kv: auto, or leave rollout.quantization out (none)"
+            )
     return full, paged
 
 

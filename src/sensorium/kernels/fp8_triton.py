@@ -60,7 +60,7 @@ def product_parts(x: Fp8Rows | Tensor, weight_NK: Fp8Rows, tiling: Tiling | None
     groups = 0 if isinstance(x, Tensor) else scales_BG.shape[1]
     (rows, inner), total = x_BK.shape, weight_NK.values_BK.shape[0]
     tiling = tiling or narrow_tiling(rows, total, inner)
-    assert inner % tiling.inner == 0 and total % tiling.outputs == 0
+    assert (inner % tiling.inner, total % tiling.outputs) == (0, 0)
     assert groups < 2 or (inner // groups) % tiling.inner == 0, "the numbers of a tile share a scale"
     parts_PBN = torch.empty(tiling.parts, rows, total, dtype=torch.float32, device=x_BK.device)
     tile = min(ROW_TILE, max(16, triton.next_power_of_2(rows)))
@@ -76,7 +76,7 @@ def gated_product(x: Fp8Rows, both_NK: Fp8Rows, tiling: Tiling | None = None) ->
     """silu(x · gateᵀ) · (x · upᵀ), where gates stand before ups in ``both_NK``; each tile of a row has a scale."""
     (rows, inner), size = x.values_BK.shape, both_NK.values_BK.shape[0] // 2
     tiling = tiling or (WIDE if rows <= 64 else WIDE_MANY)
-    assert inner % tiling.inner == 0 and size % tiling.outputs == 0 and x.scales_BG.shape[1] == 1
+    assert (inner % tiling.inner, size % tiling.outputs, x.scales_BG.shape[1]) == (0, 0, 1)
     out = Fp8Rows.empty(rows, size, x.values_BK.device, size // tiling.outputs)
     tile = min(ROW_TILE, max(16, triton.next_power_of_2(rows)))
     _gated[(size // tiling.outputs, triton.cdiv(rows, tile))](

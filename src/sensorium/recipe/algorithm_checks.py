@@ -30,6 +30,10 @@ TRUNCATED = (
     "was cut off is never tried and only loses probability, and entropy falls faster. Sample the whole policy (top_p 1, "
     "top_k 0), or weigh tokens by policy / truncated: algorithm.correction: {{weights: token, engine_logprobs: sampled}}."
 )
+UNCORRECTED = (
+    "rollout.quantization is 'fp8' and algorithm.correction is off: tokens are sampled with weights in FP8 and trained as "
+    "if sampled with those in bfloat16. Turn it on, algorithm.correction: {weights: token}, and watch mismatch/prob_error."
+)
 
 
 def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -94,7 +98,10 @@ def cautions(recipe: Recipe) -> list[str]:
             "algorithm.correction.engine_logprobs: sampled is the same as policy here, since neither rollout.top_p nor "
             "rollout.top_k cuts anything off."
         )
-    on_policy = rollout.engine.name in ("native", "process") and recipe.schedule.name == "synchronous"
+    fp8 = rollout.quantization == "fp8"
+    if fp8 and recipe.steps > 0 and correction.weights == "none":
+        found.append(UNCORRECTED)
+    on_policy = rollout.engine.name in ("native", "process") and recipe.schedule.name == "synchronous" and not fp8
     if correction.weights != "none" and on_policy and not (truncated and sampled):
         found.append(
             "algorithm.correction: this engine samples with the learner's own weights and log-probs of the whole "

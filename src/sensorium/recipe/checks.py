@@ -219,6 +219,8 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             reason = "rollout.engine.options.kv is 'rows', while it attends over pages. Use kv: auto or pages."
         if reason:
             raise RecipeError(f"model.precision is 'matched', and {reason}")
+    if recipe.rollout.quantization == "fp8" and (reason := _without_fp8(recipe, shape)):
+        raise RecipeError(f"rollout.quantization is 'fp8', and {reason} Or leave rollout.quantization out (none).")
     if recipe.algorithm.router_replay:
         if shape is not None and not experts:
             raise RecipeError(NO_ROUTES.format(family=shape.family))
@@ -246,6 +248,36 @@ def computing_notes(recipe: Recipe) -> Iterator[str]:
             "tower in every step: features are cached only if the projector, which is a part of the tower, is frozen too. "
             "Freeze both to have each medium encoded once"
         )
+
+
+def _without_fp8(recipe: Recipe, shape: ModelShape | None) -> str:
+    """Why decode steps cannot use FP8 weights, as far as the recipe says it, and what to change; empty if they can."""
+    model, engine = recipe.model, recipe.rollout.engine
+    if engine.name not in ("native", "process"):
+        return f"engine '{engine.name}' has no such weights here. Use rollout.engine: native or process."
+    if model.device == "cpu":
+        return "model.device is 'cpu', while FP8 needs an NVIDIA GPU since Ada or Hopper. Use model.device: cuda."
+    if model.precision == "matched":
+        return "model.precision is 'matched', which has engine and learner compute alike. Use model.precision: fast."
+    if model.dtype == "float32":
+        return "model.dtype is 'float32'. Use model.dtype: bfloat16."
+    if on_general_path(model):
+        return "the general path decodes by the model's own forward. Use a family with an adapter."
+    if engine.options.get("kv") == "rows":
+        return "rollout.engine.options.kv is 'rows'. Use kv: auto or pages."
+    if model.lora.rank and not model.lora.merge:
+        return (
+            "model.lora.merge is false, so products with adapters have no weight of their own. Set model.lora.merge: true."
+        )
+    if recipe.cluster.shared and engine.name == "native":
+        return "a sharded learner has no whole weights to copy. Use rollout.engine: process."
+    facts = None if shape is None else FAMILIES.get(shape.family)
+    if shape is not None and ("moe" in shape.family or shape.delta or (facts is not None and facts.sandwich)):
+        return (
+            f"family {shape.family} has other layers than attention and a gated MLP with a norm before each. Use a model "
+            "that has such layers alone."
+        )
+    return ""
 
 
 def context_note(recipe: Recipe, shape: ModelShape) -> str:

@@ -432,6 +432,12 @@ class RolloutSection(Section):
         "auto: lockstep, but eager with vLLM, several engines or `schedule: asynchronous`, which "
         "cannot repeat, and from the first step on where environments are slow",
     )
+    quantization: Literal["none", "fp8"] = Field(
+        default="none",
+        description="fp8: native decoding multiplies by FP8 copies of the layers' weights, made anew after each update, "
+        "while training stays in bfloat16; faster, on NVIDIA GPUs since Ada and Hopper. Sampled and trained "
+        "log-probs then differ: set `algorithm.correction`",
+    )
     temperature: float = Field(default=1.0, ge=1e-6, description="of the policy: the same in sampling and in training")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling: total probability to sample from")
     top_k: int = Field(default=0, ge=0, description="sample from the k most likely tokens; 0: from all")

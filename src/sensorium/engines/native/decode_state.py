@@ -289,6 +289,16 @@ class TorchOps:
         query_BN, key_BN, value_BN = self.together(*(partial(part, x_BW) for part in (layer.query, layer.key, layer.value)))
         return self.place(query_BN, key_BN, value_BN, rotary, layer.norms, rows, layer_block, layer.gated)
 
+    def placed(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor | Unplaced:
+        """``place`` of queries, keys and values side by side, or what is left to ``attend`` to do."""
+        layer, (kv_heads, _, size) = given.layer, layer_block.shape[2:]
+        joined_BN = given.parts_PBN.float().sum(0)
+        if given.biases:
+            joined_BN = joined_BN + torch.cat(list(given.biases))
+        keys = kv_heads * size
+        three = joined_BN.to(layer_block.dtype).split([joined_BN.shape[1] - 2 * keys, keys, keys], 1)
+        return self.place(*(each.contiguous() for each in three), given.rotary, layer.norms, rows, layer_block, layer.gated)
+
     def place(
         self,
         query_BN: Tensor,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps, read_again
+from sensorium.engines.native.fp8 import OFF, Fp8Step, KernelProducts, TorchProducts, refuse_without_fp8
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, page_table, write_tokens
 from sensorium.engines.native.prefix_cache import RouteRecorder, recording_routes
 from sensorium.kernels.device_code import NoDeviceCode
@@ -230,6 +231,9 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
 # round their residual stream: matched layers of a tiny model with adapters were 0.043 off them. On an H200 probabilities of
 # a hybrid (Qwen3.5 4B's shape) differ by 4.8 % between engine and learner, those of Qwen2.5-VL-3B's shape by 1 %.
 WIDER = 2.5
+# Of the FP8 step, held to the same step in plain torch: where inputs differ by a rounding in bfloat16, a few of them get
+# another FP8 number, a sixteenth away.
+FP8_BOUND = 0.15
 _CAPTURING = Lock()
 LEAST_PAGES = 4
 MOST_PAGES = 64  # that a table has room for from the start: 4,096 tokens of a row
@@ -274,8 +278,10 @@ class DecodeRunner:
         max_context: int = LEAST_PAGES * PAGE,
         compile: bool = False,
         recorder: RouteRecorder | None = None,
+        quantization: str = "none",
     ) -> None:
         self._recorder = recorder
+        self._fp8 = quantization == "fp8"
         self.notes: list[str] = []
         self.noted: Callable[[str], None] | None = None
         self.captured = 0
@@ -333,6 +339,8 @@ class DecodeRunner:
         else:
             with torch.no_grad():
                 self._ops.renew()
+                if isinstance(self._step, Fp8Step):
+                    self._step.products.renew()
 
     def _drop_graphs(self) -> None:
         """Drop graphs captured for addresses that no longer exist, with their memory pool; new graphs get a new pool."""
@@ -348,9 +356,11 @@ class DecodeRunner:
         matched = self._policy.matched is not None
         self._ops = self._fast_ops() if self._fast and not matched else TorchOps()
         mixed = any(has_mixer(layer) for layer in self._policy.adapter.language_model.layers)
-        self._step: FusedStep | StockStep | MatchedStep = StockStep(self._policy, self._ops)
+        self._step: FusedStep | StockStep | MatchedStep | Fp8Step = StockStep(self._policy, self._ops)
         self._verified = not self._fast
-        if matched:
+        if self._fp8:
+            self._step = self._fp8_step()
+        elif matched:
             self._step = MatchedStep(self._policy)
         elif self._fast:
             try:
@@ -360,6 +370,14 @@ class DecodeRunner:
                     self._note(f"decoding runs through the stock layers: {error}, which the fused step does not know.")
                 elif self._policy.device.type == "cuda":
                     self._step = LayerStep(self._policy, self._ops)
+
+    def _fp8_step(self) -> Fp8Step:
+        refuse_without_fp8(self._policy.device)
+        if self._policy.matched is not None or self._policy.dtype != torch.bfloat16:
+            matched = self._policy.matched is not None
+            wrong = "model.precision is 'matched'" if matched else f"weights are {self._policy.dtype}"
+            raise EngineError(f"rollout.quantization is 'fp8', which is of bfloat16 weights, and {wrong}. {OFF}.")
+        return Fp8Step(self._policy, self._ops, KernelProducts() if self._fast else TorchProducts())
 
     def _fast_ops(self) -> TorchOps:
         if self._policy.device.type == "cuda" and find_spec("triton") is not None:
@@ -382,7 +400,8 @@ class DecodeRunner:
         """
         rows = self._state.view(self._bucket)
         wider = self._policy.matched is not None or self._pool.states
-        bound = BOUNDS[self._policy.dtype] * (WIDER if wider else 1)
+        step = self._step
+        bound = FP8_BOUND if isinstance(step, Fp8Step) else BOUNDS[self._policy.dtype] * (WIDER if wider else 1)
         used = replace(rows, table_BP=rows.table_BP[:, :pages])  # plain torch reads the whole table
         states, slots_B = self._pool.states, rows.slots_B
         states.settle(slots_B)
@@ -394,7 +413,8 @@ class DecodeRunner:
                 tensor.index_copy_(0, slots_B, before)
 
         with self._policy.watch_routers() as seen:
-            expected_BV = StockStep(self._policy, TorchOps()).logits(used, self._pool)[:count].float()
+            reference = step.reference() if isinstance(step, Fp8Step) else StockStep(self._policy, TorchOps())
+            expected_BV = reference.logits(used, self._pool)[:count].float()
         routes_BLK = torch.stack([one.ids_TK for one in seen], 1) if seen else None
         put_back()
         sound_B = expected_BV.isfinite().all(1)
@@ -416,6 +436,8 @@ class DecodeRunner:
             raise EngineError(
                 f"model.precision is 'matched', but its layers {wrong}. Use model.precision: fast, and report this."
             )
+        if wrong and isinstance(step, Fp8Step):
+            raise EngineError(f"rollout.quantization is 'fp8', but its layers {wrong}. {OFF}, and report this.")
         if wrong:
             self._note(
                 f"the {self._step.name} ({self._ops.name}) {wrong}; decoding goes on with the stock layers in plain torch, "

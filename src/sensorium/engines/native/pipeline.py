@@ -151,6 +151,7 @@ class PagedWriter(Writer):
         record: bool,
         compile: bool,
         routes: bool = False,
+        quantization: str = "none",
     ) -> None:
         given: Any = {"max_rows": max_rows, "max_context": max_context, "keep_bytes": keep_bytes, "routes": routes}
         super().__init__(policy, record=False, **given)
@@ -162,6 +163,7 @@ class PagedWriter(Writer):
         self._runner = DecodeRunner(
             policy, self._pool, self._forbidden_F, self._stop_S, max_rows,
             fast=record, max_context=self._max_context, compile=compile, recorder=self._recorder,
+            quantization=quantization,
         )  # fmt: skip
         self._rows: list[PagedRow] = []  # type: ignore[assignment]
         self._laid: list[PagedRow] = []  # the batch as the device has it
