@@ -1,7 +1,7 @@
 """Which way to multiply FP8 weights is fastest: µs of a decode step's products, in graphs of many, on one GPU.
 
-python bench/fp8_products.py [--rows 128,512] [--quick]. Each line is one way for one product of Qwen2.5-VL-3B's layers; what
-fails prints why. Weights of as many layers as are larger than the L2 cache are used in turn. Kernels are compiled first, by
+python bench/fp8_products.py [--rows 128,512] [--quick]. Each line is one way for one product of Qwen2.5-VL-3B's layers.
+What fails prints why. Weights of as many layers as are larger than the L2 cache are used in turn. Kernels are compiled first, by
 processes side by side.
 """
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from sensorium.recipe.algorithm_checks import cautions
 from sensorium.recipe.checks import computing_notes
 from sensorium.recipe.schema import Recipe
 from sensorium.vocabulary.errors import RecipeError
@@ -81,3 +82,34 @@ def test_a_frozen_tower_whose_projector_learns_spares_nothing_and_the_dry_run_sa
     assert not notes("language")
     (general,) = notes("vision", family="general")  # which caches no features
     assert "Freeze both" not in general
+
+
+FP8 = {"quantization": "fp8"}
+BFLOAT16 = {"path": "tiny:qwen3_vl", "device": "cuda", "dtype": "bfloat16"}
+WITHOUT_FP8 = {
+    "engine 'vllm'": {"rollout": FP8 | {"engine": "vllm", "schedule": "eager"}},
+    "model.device is 'cpu'": {"model": BFLOAT16 | {"device": "cpu"}},
+    "model.precision is 'matched'": {"model": BFLOAT16 | {"precision": "matched"}},
+    "model.dtype is 'float32'": {"model": BFLOAT16 | {"dtype": "float32"}},
+    "kv is 'rows'": {"rollout": FP8 | {"engine": {"name": "native", "options": {"kv": "rows"}}}},
+    "model.lora.merge is false": {"model": BFLOAT16 | {"lora": {"rank": 4, "merge": False}}},
+    "a sharded learner": {"cluster": {"learners": 2}},
+    "family qwen3_vl_moe": {"model": BFLOAT16 | {"path": "tiny:qwen3_vl_moe"}},
+    "family qwen3_5": {"model": BFLOAT16 | {"path": "tiny:qwen3_5"}},
+    "family glm4v": {"model": BFLOAT16 | {"path": "tiny:glm4v"}},
+}
+
+
+@pytest.mark.parametrize("cause", WITHOUT_FP8)
+def test_fp8_weights_are_refused_where_nothing_computes_with_them(cause: str) -> None:
+    given = {"model": BFLOAT16, "rollout": FP8} | WITHOUT_FP8[cause]
+    with pytest.raises(RecipeError, match=cause):
+        list(computing_notes(recipe("qwen3_vl", **given)))
+    assert not list(computing_notes(recipe("qwen3_vl", model=BFLOAT16, rollout=FP8)))
+
+
+def test_fp8_weights_without_a_correction_are_cautioned_against() -> None:
+    fp8 = recipe("qwen3_vl", model=BFLOAT16, rollout=FP8)
+    corrected = recipe("qwen3_vl", model=BFLOAT16, rollout=FP8, algorithm={"correction": {"weights": "token"}})
+    assert ["algorithm.correction" in caution for caution in cautions(fp8)] == [True]
+    assert not cautions(corrected)

@@ -296,8 +296,9 @@ class TorchOps:
         if given.biases:
             joined_BN = joined_BN + torch.cat(list(given.biases))
         keys = kv_heads * size
-        three = joined_BN.to(layer_block.dtype).split([joined_BN.shape[1] - 2 * keys, keys, keys], 1)
-        return self.place(*(each.contiguous() for each in three), given.rotary, layer.norms, rows, layer_block, layer.gated)
+        joined_BN = joined_BN.to(layer_block.dtype)
+        query_BN, key_BN, value_BN = joined_BN.split([joined_BN.shape[1] - 2 * keys, keys, keys], 1)
+        return self.place(query_BN, key_BN, value_BN, given.rotary, layer.norms, rows, layer_block, layer.gated)
 
     def place(
         self,
@@ -316,7 +317,7 @@ class TorchOps:
         numbers alone. ``gated``: each query has its gate behind it; then it is queries and opened gates, [2, B, H, D].
         """
         size, gate_BHD = layer_block.shape[-1], None
-        query_BHD, key_BKD, value_BKD = (x.view(x.shape[0], -1, size) for x in (query_BN, key_BN, value_BN))
+        query_BHD, key_BKD, value_BKD = (x.reshape(x.shape[0], -1, size) for x in (query_BN, key_BN, value_BN))
         if gated:
             query_BHD, gate_BHD = query_BHD[:, ::2], query_BHD[:, 1::2].sigmoid()
         if norms is not None:

@@ -12,7 +12,6 @@ what is in the cache are as without quantization. Log-probs are those of the pol
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -132,7 +131,7 @@ class KernelProducts(TorchProducts):
 
         super().__init__()
         self._kernels = fp8_triton
-        self.quantise_into = fp8_triton.quantise_into  # type: ignore[method-assign]
+        self.quantise_into = fp8_triton.quantise_into
 
     def quantised(self, x_BW: Tensor) -> Fp8Rows:
         """Rows with one scale each."""
@@ -198,8 +197,7 @@ class Fp8Step:
         ops, products = self._ops, self.products
         sum_BW, first_BW, angles = ops.begin(self._policy, rows, self._layers[0].parts.before)
         x_BW = products.quantised(first_BW)
-        for place, (layer, following) in zip(pool.places, pairwise([*self._layers, None]), strict=True):
-            assert layer is not None
+        for place, layer, following in zip(pool.places, self._layers, [*self._layers[1:], None], strict=True):
             parts, block = layer.parts, pool.block[place]
             unplaced = Unplaced(parts, products.parts(x_BW, layer.attention), layer.attention.biases, angles)
             seen_BN = ops.attend(ops.placed(unplaced, rows, block), rows, block, parts.scaling)
