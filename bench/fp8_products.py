@@ -1,8 +1,8 @@
 """Which way to multiply FP8 weights is fastest: µs of a decode step's products, in graphs of many, on one GPU.
 
 python bench/fp8_products.py [--rows 128,512] [--quick]. Each line is one way for one product of Qwen2.5-VL-3B's layers.
-What fails prints why. Weights of as many layers as are larger than the L2 cache are used in turn. Kernels are compiled first, by
-processes side by side.
+What fails prints why. Weights of as many layers as are larger than the L2 cache are used in turn. Kernels are compiled
+first, by processes side by side.
 """
 
 import argparse
@@ -225,7 +225,10 @@ def main() -> None:
         command = [sys.executable, *sys.argv]
         children = [subprocess.Popen([*command, "--share", str(i)], stderr=subprocess.DEVNULL) for i in range(WORKERS)]
         for child in children:
-            child.wait(240)
+            try:
+                child.wait(max(1.0, began + 240 - time.perf_counter()))
+            except subprocess.TimeoutExpired:
+                child.kill()
         device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
         print(f"{device}; compiled in {time.perf_counter() - began:.0f} s", flush=True)
     bench = Bench(None if given.share is None else (given.share, WORKERS))

@@ -95,6 +95,8 @@ def time_rollouts(
         result["without_fp8"] = {
             "tokens_per_s": round(plain.tokens_per_s), "rounds_s": [round(each, 3) for each in plain.seconds[1:]],
         }  # fmt: skip
+        writer: Any = engine._writer
+        result["off_reference"] = {"few" if few else "many": error for few, error in writer._runner.trials.items()}
         result["over_without_fp8"] = round(timed.tokens_per_s / plain.tokens_per_s, 3)
     if equal is not None:
         result["equal_lengths_tokens_per_s"] = round(equal.tokens_per_s)

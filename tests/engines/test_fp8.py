@@ -1,4 +1,4 @@
-"""Decode steps over FP8 copies of the weights: near the model that they copy, made anew with it, refused where they cannot be."""
+"""Decode steps over FP8 copies of the weights: near the model, made anew with it, refused where nothing computes so."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 from sensorium.data.media_store import MediaStore
 from sensorium.engines.native import graphs
-from sensorium.engines.native.fp8 import Fp8Step, TorchProducts
+from sensorium.engines.native.fp8 import FEW_ROWS, Fp8Step, TorchProducts
 from sensorium.engines.native.native_engine import NativeEngine
 from sensorium.engines.native.pipeline import PagedWriter
 from sensorium.engines.protocol import Request, Sampling
@@ -159,6 +159,9 @@ def test_on_a_gpu_steps_are_near_the_reference(family: str, count: int, tmp_path
     assert error < OFF
     assert not engine.notes
     assert engine.counters.captured > 0
+    writer = engine._writer
+    assert isinstance(writer, PagedWriter)
+    assert list(writer._runner.trials) == [count <= FEW_ROWS]
     policy.version += 1
     engine.update_weights(policy, policy.version)
     assert logprobs_of(bench, engine, count)[0] == first

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sensorium.engines.native.decode_state import DecodeRows, DecodeState, RowLayout, TorchOps, read_again
-from sensorium.engines.native.fp8 import OFF, Fp8Step, KernelProducts, TorchProducts, refuse_without_fp8
+from sensorium.engines.native.fp8 import FEW_ROWS, OFF, Fp8Step, KernelProducts, TorchProducts, refuse_without_fp8
 from sensorium.engines.native.key_values import PAGE, PagedPrefill, PagePool, page_table, write_tokens
 from sensorium.engines.native.prefix_cache import RouteRecorder, recording_routes
 from sensorium.kernels.device_code import NoDeviceCode
@@ -232,8 +232,8 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.01}
 # a hybrid (Qwen3.5 4B's shape) differ by 4.8 % between engine and learner, those of Qwen2.5-VL-3B's shape by 1 %.
 WIDER = 2.5
 # Of the FP8 step, held to the same step in plain torch: where inputs differ by a rounding in bfloat16, a few of them get
-# another FP8 number, a sixteenth away.
-FP8_BOUND = 0.15
+# another FP8 number, a sixteenth away, and layers add up. Kernels that are wrong are off by about 1.
+FP8_BOUND = 0.25
 _CAPTURING = Lock()
 LEAST_PAGES = 4
 MOST_PAGES = 64  # that a table has room for from the start: 4,096 tokens of a row
@@ -290,6 +290,8 @@ class DecodeRunner:
         self._max_rows = max_rows
         self._fast, self._compile = fast, compile
         self._verified = False
+        self.trials: dict[bool, float] = {}
+        """How far the logits of trials with few and with many rows were from the reference's, of the largest."""
         self._address: tuple[int, ...] = ()
         self._state = self._make_state(first_pages(max_context, policy.device))
         self._reset()
@@ -319,7 +321,7 @@ class DecodeRunner:
         if self._pool.states:
             laid = self._state.view(self._bucket)
             laid.freeze_ended(laid.tokens_B, self._stop_S)
-        if not self._verified:
+        if not self._verified or not self._tried(self._bucket):
             self._verify(len(rows), pages)
 
     def step(self) -> Tensor:
@@ -358,6 +360,7 @@ class DecodeRunner:
         mixed = any(has_mixer(layer) for layer in self._policy.adapter.language_model.layers)
         self._step: FusedStep | StockStep | MatchedStep | Fp8Step = StockStep(self._policy, self._ops)
         self._verified = not self._fast
+        self.trials.clear()
         if self._fp8:
             self._step = self._fp8_step()
         elif matched:
@@ -390,6 +393,10 @@ class DecodeRunner:
         rows = bucket_of(self._max_rows)
         routes = None if self._recorder is None else self._recorder.buffer(rows)
         return DecodeState(rows, pages, self._policy.vocab_size, self._policy.device, routes)
+
+    def _tried(self, bucket: int) -> bool:
+        """Whether a trial has seen the kernels of this bucket: in FP8 few and many rows have others."""
+        return not isinstance(self._step, Fp8Step) or not self._fast or (bucket <= FEW_ROWS) in self.trials
 
     def _verify(self, count: int, pages: int) -> None:
         """Hold the fast step against the reference on the batch as it is; what both write to the cache is overwritten.
@@ -428,6 +435,7 @@ class DecodeRunner:
             with self._policy.replay_routes(routes_BLK):
                 found_BV = self._step.logits(rows, self._pool)[:count].float()
             error = float((found_BV - expected_BV)[sound_B].abs().max() / expected_BV[sound_B].abs().max())
+            self.trials[self._bucket <= FEW_ROWS] = error
             wrong = "" if error <= bound else f"give logits {error:.2g} off the reference (bound {bound:g} of the largest)"
         except Exception as failure:  # a kernel that this GPU or Triton cannot build is a reason to be slow, not to stop
             wrong = f"cannot run here ({type(failure).__name__}: {_first_line(failure)})"
