@@ -37,7 +37,7 @@ else:
 
 Grid = tuple[int, int, int]
 EXTENTS_KEPT = 1 << 16
-BATCH_BYTES = 1 << 26  # of decoded media preprocessed at once: shares the processor's cost, and is little memory
+BATCH_BYTES = 1 << 22  # of decoded media preprocessed at once; in larger batches fresh memory costs more than is shared
 CHANNELS = 3
 
 
