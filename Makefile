@@ -60,6 +60,7 @@ studies: .venv/tutorial .venv/browser
 	$(BIN)/python studies/captions.py image
 	$(BIN)/python studies/tutorials.py digits
 	$(BIN)/python studies/tutorials.py browser
+	$(BIN)/python studies/tutorials.py sums
 	$(BIN)/python studies/kills.py
 	$(BIN)/python studies/cluster_kills.py
 	$(BIN)/python studies/schedules.py

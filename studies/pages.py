@@ -1,7 +1,7 @@
 """The code blocks of a tutorial, run as a reader would: files saved under the names the page gives, commands in order.
 
 A fenced block after a line that ends in "`NAME`:" is a file. A block of ``sh`` is commands. ``make`` and ``source`` set up
-the environment that this already runs in, so they are passed over.
+the environment that this already runs in, so they are passed over. A script that the page did not save is the repository's.
 """
 
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"ave (?:it )?as `([\w./]+)`:\s*$")
 SET_UP = ("make", "source")
+ROOT = Path(__file__).parents[1]
 Rewrite = Callable[[list[str]], list[str]]
 
 
@@ -70,7 +71,12 @@ def _run(words: list[str]) -> None:
     if program in SET_UP:
         return
     if program == "python":
-        runpy.run_path(arguments[0], run_name="__main__")
+        script = arguments[0] if Path(arguments[0]).exists() else str(ROOT / arguments[0])
+        given, sys.argv = sys.argv, [script, *arguments[1:]]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            sys.argv = given
     elif program == "sensorium":
         code = main(arguments)
         if code:

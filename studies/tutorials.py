@@ -1,6 +1,6 @@
 """A tutorial, followed to the letter by several seeds: what each of its evaluations found on held-out tasks.
 
-    python studies/tutorials.py digits|browser [SEED …]
+    python studies/tutorials.py digits|browser|sums [SEED …]
 
 Writes studies/results/NAME.json. Every ``sensorium eval … --out runs/NAME_STAGE`` of the page becomes one entry STAGE of a
 seed. Settings were chosen by tasks that these evaluations do not play; the page says by which.

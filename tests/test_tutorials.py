@@ -14,6 +14,7 @@ from studies.pages import blocks, commands, follow
 
 START = Path(__file__).parents[1] / "docs/start"
 DIGITS, ENVIRONMENT, BROWSER = START / "digits.md", START / "own_environment.md", START / "browser.md"
+SUMS = START / "sums.md"
 PAID = "rewards.terms=[{{name: {}}}, {{name: 'tests.trainer.small:ByParity'}}]"  # something to learn from in one step
 SHORT = {
     "digits": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
@@ -23,12 +24,16 @@ SHORT = {
     "browser": ["steps=1", "warm_start.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2",
                 "batch.updates_per_epoch=1", "evaluation.every=2", "checkpoint.every=1", "threads=1",
                 PAID.format("environment")],
+    "sums": ["steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "evaluation.limit=2", "checkpoint.every=1",
+             "threads=1", PAID.format("sum_rewards:result")],
 }  # fmt: skip
 
 
 def shortened(words: list[str]) -> list[str]:
     """The same command with less to do. SFT ends at step 1 then, and RL at step 2."""
     words = [re.sub("step_000(025|120)", "step_000001", re.sub("step_000(175|136)", "step_000002", word)) for word in words]
+    if words[:2] == ["python", "bench/smollm2.py"]:
+        return ["sensorium", "export", "tiny:llama", words[2]]
     browser = "browser" in " ".join(words)  # which takes seconds to start
     one = ["environments.pool=1"] if browser else []
     if words[:2] == ["sensorium", "train"]:
@@ -49,6 +54,18 @@ def test_the_digits_tutorial_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run.metrics["step"] == [1, 2]
     assert (tmp_path / "runs/digits_rl/summary.json").exists()
     assert ".png" in capsys.readouterr().out, "the last script reads pictures with the trained model"
+
+
+def test_the_tutorial_of_a_real_model_runs_on_a_tiny_one(tmp_path: Path) -> None:
+    follow(SUMS, tmp_path, shortened)
+    assert sn.Run(tmp_path / "runs/sums").metrics["step"] == [1]
+    splits = {name: (tmp_path / f"sums/{name}.jsonl").read_text().splitlines() for name in ("test", "validation", "train")}
+    assert len(set().union(*splits.values())) == sum(map(len, splits.values()))
+    assert (len(splits["test"]), len(splits["validation"])) == (500, 100)
+    for when in ("before", "before_sampled", "after", "after_sampled"):
+        summary = json.loads((tmp_path / f"runs/sums_{when}/summary.json").read_text())
+        assert summary["tasks"] == 4
+        assert summary["accuracy"] is not None
 
 
 def test_the_environment_tutorial_runs(tmp_path: Path) -> None:
@@ -86,7 +103,7 @@ def started_by(test: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("page", [DIGITS, ENVIRONMENT, BROWSER], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [DIGITS, ENVIRONMENT, BROWSER, SUMS], ids=lambda page: page.stem)
 def test_every_block_is_a_file_or_commands(page: Path) -> None:
     assert all(block.file or block.language == "sh" for block in blocks(page))
     assert any(words[:2] == ["sensorium", "train"] for words in commands(page))
