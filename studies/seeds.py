@@ -73,7 +73,8 @@ def circumstances() -> dict[str, Any]:
         )
         commit = asked.stdout.strip() or "unknown: not a clone"
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    return {"commit": commit, "machine": machine}
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return {"commit": commit, "machine": machine + gpu}
 
 
 def chosen_seeds(arguments: Sequence[str], seeds: Sequence[int] = SEEDS) -> Sequence[int]:

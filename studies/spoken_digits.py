@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def write_rows(recordings: Iterable[Path], transfer: Iterable[Path], folder: Pat
         for split, speakers in SPEAKERS.items():
             if speaker in speakers:
                 clips[split].append((file, digit, speaker))
-    clips["transfer"] = [(file, *file.stem.split("_")[:2]) for file in transfer]  # type: ignore[misc]
+    clips["transfer"] = [(file, *file.stem.split("_")[:2]) for file in transfer]
     for split, several in clips.items():
         _write(folder / f"{split}.jsonl", several)
     turned = clips["test"][:]
@@ -235,7 +236,9 @@ def _merged(whole: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
 def study(seed: int, *overrides: str, data: Path = DATA, result: Path = RESULT) -> None:
     """Train with one seed, and add to the result what SFT and RL left."""
     recipe = load_recipe("spoken_digits", [f"name=study_spoken_digits_seed{seed}", f"seed={seed}", *overrides])
+    started = time.perf_counter()
     directory = train(recipe, watchers=[ConsoleWatcher()])
+    minutes = round((time.perf_counter() - started) / 60, 1)
     at = {
         when: directory / "checkpoints" / f"step_{step:06d}"
         for when, step in (("before", recipe.warm_start.steps), ("after", recipe.total_steps))
@@ -244,11 +247,11 @@ def study(seed: int, *overrides: str, data: Path = DATA, result: Path = RESULT) 
     facts = {
         "study": "spoken_digits",
         "command": "python studies/spoken_digits.py study",
-        "warm_start_steps": recipe.warm_start.steps,
+        "sft_steps": recipe.warm_start.steps,
         "steps": recipe.steps,
         "episodes": recipe.steps * recipe.batch.prompts_per_step * recipe.batch.group_size,
     }
-    told = add_run(result, facts, {"seed": seed, **circumstances(), **found})
+    told = add_run(result, facts, {"seed": seed, **circumstances(), "training_minutes": minutes, **found})
     for name, summary in told["after"].items():
         was, now = (found[when][name]["accuracy"] for when in ("before", "after"))
         low, high = summary["range"]
