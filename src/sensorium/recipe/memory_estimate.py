@@ -40,7 +40,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "remainders of fp32 masters": trainable * 2 if size < 4 else 0,
         "reference model": shape.total * size if recipe.algorithm.kl.coef and not adapters else 0,
         "merged adapters": shape.merged(recipe.model.lora) * size if on_gpu and recipe.model.precision == "fast" else 0,
-        "FP8 copy of the layers": fp8_bytes(shape) if recipe.rollout.quantization == "fp8" else 0,
+        "FP8 copy of the MLPs": fp8_bytes(shape) if recipe.rollout.quantization == "fp8" else 0,
         "former adapters": adapters * size if recipe.algorithm.kl.coef and recipe.warm_start.steps else 0,
         "critic": critic_bytes(recipe, shape, gradients=True),
         "keys and values": 0 if vllm else cached * 2 * shape.attention_layers * shape.key_values * size,
@@ -60,10 +60,8 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def fp8_bytes(shape: ModelShape) -> int:
-    """A copy of the products of attention and MLP with a byte for each weight, and a float32 for each output."""
-    outputs = shape.queries + 2 * shape.key_values + 2 * shape.mlp + 2 * shape.hidden
-    weights = shape.hidden * (2 * shape.queries + 2 * shape.key_values + 3 * shape.mlp)
-    return shape.layers * (weights + 4 * outputs)
+    """A copy of gate and up, and of down, with a byte for each weight and a float32 scale of both."""
+    return shape.layers * (3 * shape.mlp * shape.hidden + 2 * 4)
 
 
 def critic_bytes(recipe: Recipe, shape: ModelShape, *, gradients: bool) -> int:

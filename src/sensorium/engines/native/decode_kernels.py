@@ -163,10 +163,7 @@ class TritonOps(TorchOps):
         if len(layers) < 3 or len(biases) not in (0, 3) or not fits(layers, x_BW):
             return super().project(layer, x_BW, rotary, rows, layer_block)
         parts_PBN = product_parts(x_BW, [part.weight for part in layers])
-        return self.placed(Unplaced(layer, parts_PBN, biases, rotary), rows, layer_block)
-
-    def placed(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor | Unplaced:
-        """``place`` of queries, keys and values side by side, or what is left to ``attend`` to do."""
+        given = Unplaced(layer, parts_PBN, biases, rotary)
         if self.apart and self._row_attention is not None and self._row_attention.takes(given, layer_block):
             return given
         return self._placed_parts(given, rows, layer_block)
@@ -491,8 +488,6 @@ def _known(given: Unplaced, layer_block: Tensor) -> bool:
     heads = given.parts_PBN.shape[2] // size - 2 * kv_heads
     read = (layer_block, *given.biases, *given.rotary, *(norm.weight for norm in given.layer.norms or ()))
     if not all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in read):
-        return False
-    if given.parts_PBN.dtype != torch.float32:
         return False
     if given.layer.gated or page != PAGE or size not in (64, 128) or heads % kv_heads or heads // kv_heads > MOST_SHARE:
         return False

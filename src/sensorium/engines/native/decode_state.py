@@ -289,17 +289,6 @@ class TorchOps:
         query_BN, key_BN, value_BN = self.together(*(partial(part, x_BW) for part in (layer.query, layer.key, layer.value)))
         return self.place(query_BN, key_BN, value_BN, rotary, layer.norms, rows, layer_block, layer.gated)
 
-    def placed(self, given: Unplaced, rows: DecodeRows, layer_block: Tensor) -> Tensor | Unplaced:
-        """``place`` of queries, keys and values side by side, or what is left to ``attend`` to do."""
-        layer, (kv_heads, _, size) = given.layer, layer_block.shape[2:]
-        joined_BN = given.parts_PBN.float().sum(0)
-        if given.biases:
-            joined_BN = joined_BN + torch.cat(list(given.biases))
-        keys = kv_heads * size
-        joined_BN = joined_BN.to(layer_block.dtype)
-        query_BN, key_BN, value_BN = joined_BN.split([joined_BN.shape[1] - 2 * keys, keys, keys], 1)
-        return self.place(query_BN, key_BN, value_BN, given.rotary, layer.norms, rows, layer_block, layer.gated)
-
     def place(
         self,
         query_BN: Tensor,
@@ -317,7 +306,7 @@ class TorchOps:
         numbers alone. ``gated``: each query has its gate behind it; then it is queries and opened gates, [2, B, H, D].
         """
         size, gate_BHD = layer_block.shape[-1], None
-        query_BHD, key_BKD, value_BKD = (x.reshape(x.shape[0], -1, size) for x in (query_BN, key_BN, value_BN))
+        query_BHD, key_BKD, value_BKD = (x.view(x.shape[0], -1, size) for x in (query_BN, key_BN, value_BN))
         if gated:
             query_BHD, gate_BHD = query_BHD[:, ::2], query_BHD[:, 1::2].sigmoid()
         if norms is not None:
