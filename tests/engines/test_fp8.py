@@ -184,7 +184,7 @@ def test_float32_weights_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [3, 40, 200])
 def test_on_a_gpu_steps_are_near_the_reference(family: str, count: int, tmp_path: Path) -> None:
     """From CUDA graphs, of few rows by our kernels and of many by the library's; the engine's own trial held them, too."""
-    bench = make_bench(family, tmp_path, device="cuda", dtype="bfloat16", **SIZES, head_dim=64)
+    bench = make_bench(family, tmp_path, device="cuda", dtype="bfloat16", **SIZES)
     policy, engine = bench.policy, NativeEngine(bench.policy, quantization="fp8")
     step_of(engine)
     first, error = logprobs_of(bench, engine, count)

@@ -434,7 +434,7 @@ class RolloutSection(Section):
     )
     quantization: Literal["none", "fp8"] = Field(
         default="none",
-        description="fp8: native decoding multiplies by FP8 copies of the layers' weights, made anew after each update, "
+        description="fp8: native decoding multiplies by FP8 copies of the MLPs' weights, made anew after each update, "
         "while training stays in bfloat16; faster, on NVIDIA GPUs since Ada and Hopper. Sampled and trained "
         "log-probs then differ: set `algorithm.correction`",
     )
