@@ -50,6 +50,21 @@ def test_only_seeds_that_all_systems_have_are_compared() -> None:
     assert compare(runs[:2]) == {}
 
 
+def test_the_page_quotes_the_committed_results() -> None:
+    page = (parity.ROOT / "studies/README.md").read_text()
+    for name in PROBLEMS:
+        stored = json.loads((parity.RESULTS / f"parity_{name}.json").read_text())
+        assert stored["comparison"] == json.loads(json.dumps(compare(stored["runs"])))
+        assert len({run["seed"] for run in stored["runs"]}) >= 10
+        for measure, found in stored["comparison"].items():
+            means = " | ".join(f"{found['systems'][system]['mean']:.3f}" for system in SYSTEMS)
+            apart = found["differences"]["sensorium - trl"]
+            low, high = apart["interval"]
+            difference = f"{apart['mean']:+.3f} [{low:+.3f}, {high:+.3f}], {apart['seeds']} seeds"
+            before, word = stored["before"][measure], apart["verdict"].split()[0]
+            assert f"| {name}, {measure} | {before:.3f} | {means} | {difference} | {word} |" in page
+
+
 def test_sums_are_held_out_and_rows_repeat(tmp_path: Path) -> None:
     known, held_out = set(parity.sums(False)), set(parity.sums(True))
     assert not known & held_out
