@@ -68,6 +68,29 @@ def test_rows_of_different_lengths_see_only_their_own_past() -> None:
             assert torch.allclose(out[one], alone, atol=1e-6)
 
 
+def test_a_padded_chunk_may_reach_further_than_its_longest_row() -> None:
+    """A long row with one new token beside a short one with many: padding of the first lies behind the reserved end."""
+    held, new = [60, 10], [1, 20]
+    q, k, v = tensors(2, 61)
+    cache = make_cache(2, 61)
+    for row, length in enumerate(held):
+        one, fresh = slice(row, row + 1), FreshAttention(cache, row, [length])
+        for i in range(LAYERS):
+            fresh(i, q[i, one, :, :length], k[i, one, :, :length], v[i, one, :, :length], SCALE)
+    assert cache.capacity < max(held) + max(new)
+    more = cache.attention(0, held, new)
+    for i in range(LAYERS):
+        parts = [torch.zeros(2, x.shape[2], max(new), SIZE) for x in (q, k, v)]
+        for part, x in zip(parts, (q, k, v), strict=True):
+            for row, (length, count) in enumerate(zip(held, new, strict=True)):
+                part[row, :, :count] = x[i, row, :, length : length + count]
+        out = more(i, *parts, SCALE)
+        for row, (length, count) in enumerate(zip(held, new, strict=True)):
+            one = slice(row, row + 1)
+            alone = masked_attention(*(x[i, one, :, : length + count] for x in (q, k, v)), SCALE, None)[:, length:]
+            assert torch.allclose(out[one, :count], alone, atol=1e-6)
+
+
 def test_growing_and_moving_keep_what_rows_hold() -> None:
     cache = make_cache(2, 10)
     cache.block.normal_()

@@ -275,6 +275,7 @@ class KVCache:
         if not held[0]:
             return FreshAttention(self, first, new)
         held_B, width = torch.tensor(held, device=self.block.device), max(new)
+        self.reserve(first + len(new), max(held) + width)  # short rows are padded: the longest may reach further than any
         bias_B1TS = causal_bias(self, held_B, width, max(held) + width)
         rows, lengths_B = slice(first, first + len(new)), real_lengths(new, self.block.device)
         deltas = DeltaRows(self.states, self.places, rows, lengths_B=lengths_B)
