@@ -24,7 +24,9 @@ SLACK = 3 * (0.95 * 0.05 / TRIALS) ** 0.5 + 0.01
 def test_wilson_is_the_textbook_interval() -> None:
     assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
     assert wilson(0, 20)[0] == 0.0
-    assert wilson(20, 20)[1] == pytest.approx(1.0)
+    assert wilson(20, 20)[1] == 1.0
+    assert {wilson(0, n)[0] for n in range(1, 40)} == {0.0}
+    assert {wilson(n, n)[1] for n in range(1, 40)} == {1.0}
     with pytest.raises(ValueError, match="at least one"):
         wilson(0, 0)
 

@@ -28,7 +28,8 @@ def wilson(successes: float, trials: float, z: float = Z95) -> tuple[float, floa
     share = successes / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return low if successes > 0 else 0.0, high if successes < trials else 1.0  # where rounding leaves a trace
 
 
 def mean_interval(values: Sequence[float], samples: int = 1, z: float = Z95) -> tuple[float, float]:
