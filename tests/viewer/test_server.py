@@ -23,7 +23,7 @@ from sensorium.viewer.episode import places_in, places_named, places_of
 from sensorium.viewer.index import EpisodeIndex
 from sensorium.viewer.runs import INDEX_S, INDEX_SHARE, ViewedRun, charts
 from sensorium.viewer.server import HEADERS, make_view
-from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
+from sensorium.vocabulary import Episode, Group, Message, Score, Segment, Status, Task, Text, Thread, Turn, user
 from sensorium.vocabulary.content import Media
 from tests.data.clips import CLIP, middle
 from tests.report.synthetic_run import make_rescoring, make_run, make_walks
@@ -276,6 +276,23 @@ def test_a_clip_plays_and_says_what_the_model_was_given(odd: tuple) -> None:
     assert get(client, "api/heard", **asked).content[:4] == b"RIFF"
     strip = Image.open(BytesIO(get(client, "api/strip", **asked).content))
     assert strip.size == (4 * given["tile"][0], given["tile"][1])
+
+
+def test_the_system_prompt_of_a_question_is_shown(tmp_path: Path) -> None:
+    """It is no observation, and the log has it in the task alone."""
+    run = RunDirectory(tmp_path / "runs/asked").create()
+    run.recipe.write_text("name: asked\nsteps: 1\nmodel: {path: 'tiny:qwen3_vl'}\n")
+    asked, told = user("Which colour?"), Message("system", (Text("Be brief."),))
+    prompt, response = Segment("environment", (1,), text="?"), Segment("model", (2,), text="red", name="a")
+    turn = Turn(0, (asked,), response, 0, 1)
+    episode = Episode("e", "t", "g", 0, (Thread((prompt, response), (False, True)),), (turn,), Status.FINISHED)
+    write_episodes(run.episodes_of(1), 1, [Group("g", Task("t", (told, asked)), (episode,))])
+    with TestClient(make_view([tmp_path / "runs"], TOKEN), base_url=HERE) as client:
+        named = run_named(client, "asked")
+        (row,) = indexed(client, named)["episodes"]
+        page = get(client, "api/episode", run=named, file=row["file"], id=row["name"]).json()
+    assert [(one["role"], one["blocks"]) for one in page["head"]] == [("system", [{"text": "Be brief."}])]
+    assert [one["role"] for one in page["turns"][0]["observation"]] == ["user"]
 
 
 def test_tokens_and_numbers_are_as_they_were_logged(odd: tuple) -> None:

@@ -75,7 +75,6 @@ def episode_page(run: RunDirectory, row: Mapping[str, Any]) -> Json:
     task, episode, credit = _read(row)
     media = media_of(task, episode)
     numbers = {medium: n for n, medium in enumerate(media)}
-    first = () if episode.turns else task.messages
     known = credit or EpisodeCredit("")
     responses = [turn.response for turn in episode.turns]
     return {
@@ -98,7 +97,7 @@ def episode_page(run: RunDirectory, row: Mapping[str, Any]) -> Json:
         "correct": episode.correct,
         "fate": credit.fate if credit is not None else "",
         "info": _plain(episode.info),
-        "head": _messages([*episode.head, *first], numbers),
+        "head": _messages(head_of(task, episode), numbers),
         "turns": [_turn(turn, known, numbers) for turn in episode.turns],
         "scores": [
             {
@@ -142,10 +141,19 @@ def _why_unmeasured(credit: EpisodeCredit | None) -> str:
     return "" if credit.entropies else "a version of Sensorium wrote the log that did not keep it"
 
 
+def head_of(task: Task, episode: Episode) -> tuple[Message, ...]:
+    """The messages before the first observation. The system prompt of a question is in its task alone."""
+    from sensorium.envs.question import question_of
+
+    if not episode.turns:
+        return (*episode.head, *task.messages)
+    asks = task.environment is None and task.messages
+    return question_of(task)[0] if asks and not episode.head else episode.head
+
+
 def media_of(task: Task, episode: Episode) -> list[Media]:
     """The media of an episode, each once, in the order in which they were shown, with the parameters that the model had."""
-    first = () if episode.turns else task.messages
-    messages = [*episode.head, *first, *(message for turn in episode.turns for message in turn.observation)]
+    messages = [*head_of(task, episode), *(message for turn in episode.turns for message in turn.observation)]
     return list(dict.fromkeys(medium for message in messages for medium in message.media))
 
 

@@ -45,7 +45,7 @@ from sensorium.report.album import loudness, strip_of
 from sensorium.runs.checkpoint_layout import CheckpointFolder
 from sensorium.runs.episodes import episode_from_json, task_from_json
 from sensorium.runs.run_directory import RunDirectory
-from sensorium.viewer.episode import BARS, FRAME, FRAMES, media_of, medium_of
+from sensorium.viewer.episode import BARS, FRAME, FRAMES, head_of, media_of, medium_of
 from sensorium.viewer.runs import ViewedRun
 from sensorium.vocabulary.content import Media, Message, Text
 from sensorium.vocabulary.episode import Episode, MediaSpan, Segment, Status, Thread, Turn
@@ -417,10 +417,7 @@ class StoredTurn:
     @property
     def head(self) -> tuple[Message, ...]:
         """The messages before the first observation."""
-        from sensorium.envs.question import question_of
-
-        asks = self.task.environment is None and self.task.messages
-        return question_of(self.task)[0] if asks and not self.episode.head else self.episode.head
+        return head_of(self.task, self.episode)
 
     def sampling(self, recipe: "Recipe", new: Sampled | None = None) -> "Sampling":
         """As it was sampled; with ``new`` as a new response is."""
