@@ -17,6 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -26,9 +27,11 @@ from sensorium.cluster.event_loop import run_async
 from sensorium.data.media_store import MediaStore
 from sensorium.data.pictures import encode_png
 from sensorium.data.shapes import Shapes
+from sensorium.data.sound import encode_wav
 from sensorium.engines.protocol import Sampling
 from sensorium.rollout.play import Attempt
 from sensorium.runs.episodes import TRANSCRIPTS, EpisodeCredit, TranscriptLine, Transcripts, write_episodes
+from sensorium.runs.metrics import Notice, write_notice
 from sensorium.runs.run_directory import RunDirectory
 from sensorium.viewer import View
 from sensorium.vocabulary import Episode, Group, Score, Segment, Status, Task, Thread, Turn, user
@@ -41,7 +44,7 @@ CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
     pytest.skip("there is no Chromium: apt install chromium", allow_module_level=True)
 
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright  # noqa: E402
 
 LONGEST_MS = 300_000  # for what never comes; on a busy machine what does come may take long
 expect.set_options(timeout=LONGEST_MS)
@@ -66,6 +69,7 @@ def make_marked(folder: Path) -> RunDirectory:
     scores = (Score("judge", 1.0, reason=MARKUP), Score("exact", None, reason="it was busy"))
     first = Episode("e 1", "t", "g", 0, (Thread((prompt, response), (False, True)),), (turn,), Status.FINISHED, "", scores)
     second = replace(first, id="e 2", index=1, scores=(Score("exact", 0.0, correct=False),))
+    write_notice(run.health, Notice(1, "no_answer", "began", f"no answer in {'square' * 20}", True))
     answers = Transcripts(run.path / TRANSCRIPTS)
     answers.replace(["e 1"], "judge", [TranscriptLine("a model", "fidelity", f"Is it so? {MARKUP}", "Ochre, 7 of 10.")])
     answers.close()
@@ -189,6 +193,37 @@ def test_a_click_is_not_lost_where_the_page_is_drawn_again_meanwhile(visit: Visi
     page.mouse.up()
     page.locator(".brand").click()
     expect(page.locator(".runs tbody th")).to_have_count(3)  # a press without a click holds nothing up
+
+
+def test_what_is_pressed_on_a_page_that_is_being_left_is_not_lost(visit: Visit) -> None:
+    """The page stays until the next one has come: here that of the same episode, after the list of runs and back."""
+    page = visit.open("lake")
+    page.locator(".found a").first.click()
+    page.locator(".turn").first.wait_for()
+    page.locator(".episode").evaluate("page => (page.dataset.left = '')")
+    held: list[Route] = []
+    page.route("**/api/runs", lambda route: None)
+    page.route("**/api/episode?*", lambda route: held.append(route))
+    page.locator(".brand").click()
+    page.wait_for_url("**/#/")
+    with page.expect_request("**/api/episode?*"):
+        page.go_back()
+    page.get_by_role("button", name="What if …").click()
+    held[-1].continue_()
+    expect(page.locator(".episode:not([data-left]) .what-if")).to_be_visible()
+
+
+def test_a_search_that_is_typed_does_not_take_the_address_of_the_next_page(visit: Visit) -> None:
+    page = visit.open("lake")
+    page.evaluate("""() => {
+        const search = document.querySelector("input[type=search]");
+        search.value = "right";
+        search.dispatchEvent(new Event("input", { bubbles: true }));
+        document.querySelector(".found a").click();
+    }""")
+    page.locator(".turn").first.wait_for()
+    page.wait_for_timeout(400)  # longer than a search waits for the next letter
+    assert "/episode?" in page.url
 
 
 def test_episodes_are_found_by_words_numbers_and_keys(visit: Visit) -> None:
@@ -355,6 +390,18 @@ def test_on_a_phone_nothing_is_wider_than_the_page(visit: Visit) -> None:
     assert visit.narrow() == 0
 
 
+@pytest.mark.parametrize("visit", [{"viewport": {"width": 360, "height": 740}, "has_touch": True}], indirect=True)
+def test_a_long_word_of_a_finding_is_broken_on_a_phone(visit: Visit) -> None:
+    page = visit.page
+    page.locator(".runs tbody th").get_by_text("marked", exact=True).click()
+    expect(page.locator(".health")).to_contain_text("no answer in")
+    assert visit.narrow() == 0
+    page.goto(f"{visit.address}#/")
+    page.locator(".runs tbody th").get_by_text("shapes", exact=True).click()
+    expect(page.locator(".tabs")).to_contain_text("Scored again 1")
+    assert visit.narrow() == 0
+
+
 @pytest.mark.parametrize("visit", [{"color_scheme": "dark"}], indirect=True)
 def test_a_dark_system_has_a_dark_page(visit: Visit) -> None:
     visit.page.locator(".plot").first.wait_for()
@@ -468,6 +515,33 @@ def make_asked(folder: Path) -> RunDirectory:
     write_episodes(run.episodes_of(1), 1, groups)
     model.close()
     return run
+
+
+def test_what_edits_a_sound_lies_inside_the_panel(browser: Browser, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs/heard").create()
+    run.recipe.write_text("name: heard\nsteps: 1\nmodel: {path: 'tiny:qwen2_audio'}\n")
+    wave = encode_wav(np.sin(np.arange(32_000, dtype=np.float32) / 9), 16_000)
+    heard = user(MediaStore(run.media).put(wave, "sound", "a tone"), "What is it?")
+    prompt, response = Segment("environment", (1,), text="?"), Segment("model", (2,), text="a tone", name="a")
+    turn = Turn(0, (heard,), response, 0, 1)
+    episode = Episode("e", "t", "g", 0, (Thread((prompt, response), (False, True)),), (turn,), Status.FINISHED)
+    write_episodes(run.episodes_of(1), 1, [Group("g", Task("t", (heard,)), (episode,))])
+    with View([tmp_path / "runs"], device="cpu") as view:
+        visit = Visit(browser, view.address, Path(os.environ.get("SCREENSHOTS", tmp_path)))
+        page = visit.open("heard")
+        page.locator(".found a").first.click()
+        page.get_by_role("button", name="What if …").click()
+        page.locator(".editor .wave").wait_for()
+        visit.keep("what_if_sound")
+        panel, editor, mute = (
+            page.locator(place).first.bounding_box() for place in (".what-if", ".tools-of", ".tools-of button")
+        )
+        assert panel is not None
+        assert editor is not None
+        assert mute is not None
+        assert mute["x"] + mute["width"] <= editor["x"] + editor["width"] <= panel["x"] + panel["width"]
+        assert visit.complaints == []
+        visit.context.close()
 
 
 def test_a_model_is_asked_what_if_on_a_desk_and_on_a_phone(browser: Browser, tmp_path: Path) -> None:

@@ -27,16 +27,20 @@ const MEASURED = ["entropy", "mismatch"]; // what the trainer finds of the token
 const difference = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : null);
 let colouring = "advantage";
 let scale = "auto";
+let wanted = ""; // the episode of which "What if …" was pressed on a page that was being left
 
 export async function showEpisode(visit) {
   const run = visit.parts[1];
   const asked = { run, file: visit.asked.get("file"), id: visit.asked.get("id") };
+  wanted = "";
   const [page, about] = await Promise.all([ask("episode", asked, visit.signal), ask("run", { run }, visit.signal)]);
   const listed = shown.run === run ? shown : { hash: "", rows: [] };
   visit.list = listed.hash;
   visit.way([about.name, `#/run/${run}`], ["episodes", visit.list || `#/run/${run}/episodes`], [asked.id, ""]);
   shown.chosen = `${asked.file} ${asked.id}`;
-  new Episode(visit, asked, page, listed.rows).show();
+  const episode = new Episode(visit, asked, page, listed.rows);
+  episode.show();
+  if (wanted === JSON.stringify(asked)) episode.ask();
 }
 
 class Episode {
@@ -84,8 +88,12 @@ class Episode {
       page.failure ? h("p.trouble", {}, page.failure) : "");
   }
 
-  /** Open or close the what-if panel. */
+  /** Open or close the what-if panel; from a page that is being left, on the next one if that shows the same episode. */
   ask() {
+    if (this.visit.ended) {
+      wanted = JSON.stringify(this.asked);
+      return;
+    }
     this.whatIf ??= new WhatIf(this.visit, this.asked, this.page, this.rows);
     this.whatIf.toggle(document.querySelector(".episode-main"));
   }

@@ -75,6 +75,7 @@ export async function showRuns(visit) {
   const table = h("table.runs", {}, h("thead", {}, h("tr", {}, head.map((name) => h("th", {}, name)))), rows);
 
   function remember() {
+    if (visit.ended) return; // the address is another page's by now
     history.replaceState(null, "", address("#/", { runs: chosen.join(",") || "none", metrics: metrics.join(",") }));
   }
 
@@ -245,6 +246,7 @@ async function rescored(visit, id, body, run) {
   function change(given) {
     Object.assign(asked, given);
     for (const [name, value] of Object.entries(asked)) if (!value) delete asked[name];
+    if (visit.ended) return;
     history.replaceState(null, "", address(`#/run/${id}/rescored`, asked));
     return update().catch((error) => error.name !== "AbortError" && list.replaceChildren(trouble(error)));
   }
@@ -416,6 +418,7 @@ async function episodes(visit, id, body, run) {
   }
 
   function change(sameSearch = false) {
+    if (visit.ended) return; // the address is another page's by now
     if (!sameSearch) delete asked.offset;
     history.replaceState(null, "", here());
     return update();
