@@ -451,6 +451,54 @@ def test_a_run_is_followed_while_it_trains(browser: Browser, tmp_path: Path) -> 
         visit.context.close()
 
 
+EVENTS = "window.EventSource = class { constructor() { window.events = this; } close() {} }"
+
+
+def test_an_ended_run_is_not_spared_and_its_age_is_counted_on(browser: Browser, address: str, tmp_path: Path) -> None:
+    """The page's clock stands still but where it is moved, so an answer takes exactly as long as the test says."""
+    visit = Visit(browser, address, tmp_path)
+    page = visit.page
+    link = page.locator(".runs tbody th a").get_by_text("shapes", exact=True).get_attribute("href")
+    page.add_init_script(EVENTS)
+    page.clock.install()
+    page.goto(f"{address}{link}")
+    page.reload()
+    page.locator(".plot").first.wait_for()
+    page.clock.pause_at(time.time() + 3600)
+    page.clock.run_for(1000)
+    age = page.locator(".facts time")
+    expect(age).to_have_text("1 hour ago")
+    page.clock.fast_forward(3_600_000)
+    expect(age).to_have_text("2 hours ago")
+
+    held: list[Route] = []
+    page.route("**/api/run?*", lambda route: held.append(route))
+
+    def changed(alive: bool) -> None:
+        page.evaluate(f"events.onmessage({{data: '{json.dumps({'alive': alive})}'}})")
+
+    def answer(took_ms: int) -> None:
+        page.clock.run_for(took_ms)
+        page.locator(".charts").evaluate("charts => (charts.firstChild.id = 'before')")
+        held[-1].continue_()
+        page.locator("#before").wait_for(state="detached")
+
+    with page.expect_request("**/api/run?*"):
+        changed(True)
+    answer(1000)
+    page.clock.run_for(15_000)
+    changed(True)
+    page.clock.run_for(1000)
+    assert len(held) == 1, "a run that goes on is spared for 20 s after an answer of 1 s"
+    with page.expect_request("**/api/run?*"):
+        changed(False)
+    answer(1000)
+    changed(False)
+    with page.expect_request("**/api/run?*"):
+        page.clock.run_for(2001)
+    visit.context.close()
+
+
 def test_a_page_of_another_origin_gets_nothing(browser: Browser, address: str) -> None:
     context = browser.new_context()
     context.route("http://evil.example/", lambda route: route.fulfill(body="<title>evil</title>", content_type="text/html"))

@@ -129,11 +129,21 @@ export const signed = (value) => (typeof value === "number" && value > 0 ? `+${n
 export const counted = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 
 /** How long ago a time of the server's clock was. */
-export function ago(at) {
+function ago(at) {
   const seconds = Math.max(0, Date.now() / 1000 - at);
   const [size, word] = [[86_400, "day"], [3600, "hour"], [60, "minute"]].find(([length]) => seconds >= length) ?? [1, "second"];
   return at ? `${counted(Math.floor(seconds / size), word)} ago` : "";
 }
+
+/** The same on the page, where it is counted on each second. */
+export const since = (at) => h("time", { "data-at": at }, ago(at));
+
+setInterval(() => {
+  for (const one of document.querySelectorAll("time[data-at]")) {
+    const words = ago(Number(one.dataset.at));
+    if (one.textContent !== words) one.textContent = words;
+  }
+}, 1000);
 
 /** Calls `work` once it was not asked for during so many milliseconds. */
 export function later(work, wait) {

@@ -1,6 +1,6 @@
 // The list of runs with their curves and recipes side by side; one run: curves, evaluations, recipe, and its episodes.
 
-import { ago, ask, address, counted, drawing, h, later, number, presses, signed, trouble, verdict } from "./dom.js";
+import { ask, address, counted, drawing, h, later, number, presses, signed, since, trouble, verdict } from "./dom.js";
 
 const COLOURS = [0, 2, 3, 4, 5, 1]; // of runs, as in the charts of the server
 const CURVES = ["reward/mean", "accuracy", "eval/accuracy"];
@@ -30,13 +30,19 @@ async function redraw(place, runs, metrics, signal) {
 }
 
 const SHARE = 0.0025; // of the server's time that following a run may take: it may be the machine that trains
-const LONGEST_PAUSE = 20_000;
+const [SHORTEST_PAUSE, LONGEST_PAUSE] = [2000, 20_000];
+const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
 
-/** Work that is asked for again and again, one at a time, at most every so many milliseconds; more rarely if it is slow. */
-function calmly(visit, work, pause = 2000) {
-  let busy = false;
-  let again = false;
-  const run = async () => {
+/**
+ * Work that is asked for again and again, one at a time, at most every 2 s; more rarely if it is slow and a run goes on.
+ * Example: an answer that takes 20 ms is asked for again after 8 s, or when the run has ended.
+ */
+function calmly(visit, work) {
+  let [busy, again, living] = [false, false, true];
+  let hasten = () => {};
+  const run = async (alive) => {
+    living = alive;
+    if (!living) hasten();
     if (busy) {
       again = true;
       return;
@@ -49,11 +55,12 @@ function calmly(visit, work, pause = 2000) {
       if (error.name !== "AbortError") console.warn(error.message);
     }
     const slow = Math.min(LONGEST_PAUSE, (performance.now() - presses.ms - started) / SHARE);
-    await new Promise((done) => setTimeout(done, Math.max(pause, slow)));
+    await sleep(SHORTEST_PAUSE);
+    if (living) await Promise.race([sleep(slow - SHORTEST_PAUSE), new Promise((done) => (hasten = done))]);
     busy = false;
     if (again && !visit.ended) {
       again = false;
-      run();
+      run(living);
     }
   };
   return run;
@@ -98,7 +105,7 @@ export async function showRuns(visit) {
       cell("state", state(run)), cell("steps", progress(run)),
       cell("reward", number(run.last["reward/mean"])), cell("accuracy", number(run.last.accuracy)),
       cell("held-out", number(run.last["eval/accuracy"])), cell("health", health(run)),
-      h("td.model", { "data-name": "model", title: run.model }, run.model), cell("written", ago(run.written)));
+      h("td.model", { "data-name": "model", title: run.model }, run.model), cell("written", since(run.written)));
   }
 
   function toggle(id) {
@@ -172,7 +179,7 @@ export async function showRun(visit) {
   const body = h("div");
 
   function top() {
-    facts.replaceChildren(state(run), progress(run), health(run), h("span", {}, run.model), h("span", {}, `written ${ago(run.written)}`));
+    facts.replaceChildren(state(run), progress(run), health(run), h("span", {}, run.model), h("span", {}, "written ", since(run.written)));
     tabs.replaceChildren(link("curves", "Curves"), link("episodes", `Episodes ${run.episodes.count ? number(run.episodes.count) : ""}`),
       link("rescored", `Scored again ${run.rescorings || ""}`), link("recipe", "Recipe"));
   }
@@ -265,7 +272,7 @@ async function rescored(visit, id, body, run) {
     body.replaceChildren(...(one ? [choices, table, ...(one.problem ? [] : [list]), how] : [h("p.note", {}, "No rescoring of this run lies beside it."), how]));
     if (!one) return;
     if (one.problem) return table.replaceChildren(h("p.trouble", {}, one.problem));
-    table.replaceChildren(h("h2", {}, one.title), h("p.facts", {}, h("span", {}, `written ${ago(one.written)}`)),
+    table.replaceChildren(h("h2", {}, one.title), h("p.facts", {}, h("span", {}, "written ", since(one.written))),
       h("div.scroll", {}, h("table", {}, h("thead", {}, h("tr", {}, ["", ...one.columns].map((name) => h("th", {}, name)))),
         h("tbody", {}, one.rows.map(([name, cells]) => h("tr", {}, h("th", { scope: "row" }, name), cells.map((cell) => h("td", {}, cell))))))),
       h("ul.notes", {}, one.notes.map((note) => h("li", {}, note))), h("details", {}, h("summary", {}, "by these rewards"), h("pre", {}, one.rewards)));

@@ -46,7 +46,7 @@ class Visit {
     if (!this.ended) main.replaceChildren(...elements);
   }
 
-  /** Call `changed` with what the server sees of a run (of all without one) whenever that changes, while the page is seen. */
+  /** Call `changed` whenever a run (any without one) has changed, while the page is seen, with whether it goes on. */
   follow(run, changed) {
     const light = document.getElementById("live");
     let source = null;
@@ -60,7 +60,7 @@ class Visit {
         const running = run ? seen.alive : seen.runs.some((one) => one.alive);
         light.className = running ? "on" : "";
         light.textContent = running ? "live" : "";
-        changed(seen);
+        changed(running);
       };
       source.onerror = () => {
         light.className = "off";
