@@ -1,5 +1,6 @@
 """What the page's server gives to its page, and what it refuses everybody else."""
 
+import json
 import math
 import os
 import re
@@ -219,6 +220,14 @@ def test_rescorings_beside_a_run_are_shown_with_the_episodes_that_they_change(tm
         gains = get(client, "api/rescored", **{**asked, "limit": 3}, sort="loss", offset=1).json()["episodes"]
         losses = sorted(row["reward"][1] - row["reward"][0] for row in rows)
         assert [row["reward"][1] - row["reward"][0] for row in gains] == losses[1:4]
+
+        log = folder / "episodes.jsonl"
+        before = log.read_text()
+        missing = rows[0] | {"reward": [None, 1.0]}
+        log.write_text("".join(f"{json.dumps(row)}\n" for row in [missing, *rows[1:]]))
+        found = get(client, "api/rescored", **asked).json()["episodes"]
+        assert [row["name"] for row in found if row["reward"][0] is None] == [found[-1]["name"]] == [missing["episode"]]
+        log.write_text(before)
 
         row = changed["episodes"][0]
         page = get(client, "api/episode", run=id, file=row["file"], id=row["name"]).json()

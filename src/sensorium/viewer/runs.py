@@ -155,8 +155,7 @@ class Rescoring:
             self._scan()
             changes_N = self._changes_N
             kept = np.flatnonzero(self._turned_N if turned else changes_N != 0)  # NaN: a reward came or went
-            sizes = np.nan_to_num(changes_N[kept], nan=np.inf)
-            keys = {"change": -np.abs(sizes), "gain": -np.nan_to_num(changes_N[kept], nan=-np.inf), "loss": sizes}
+            keys = {"change": -np.abs(changes_N[kept]), "gain": -changes_N[kept], "loss": changes_N[kept]}  # NaN is last
             order = kept if sort == "step" else kept[np.argsort(keys[sort], kind="stable")]
             rows = []
             for place in order[offset : offset + limit]:
