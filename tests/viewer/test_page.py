@@ -80,6 +80,25 @@ def make_marked(folder: Path) -> RunDirectory:
     return run
 
 
+def make_clips(folder: Path) -> RunDirectory:
+    """A run of three questions about a silent video of 3 s and a sound of 4 s: two at step 1, one at step 2."""
+    run = RunDirectory(folder).create()
+    run.recipe.write_text("name: clips\nsteps: 2\nmodel: {path: 'tiny:qwen3_omni'}\n")
+    store = MediaStore(run.media)
+    video = store.put(CLIP, "video", "a clip", middle(frames=4))
+    heard = store.put(encode_wav(np.sin(np.arange(64_000, dtype=np.float32) / 9), 16_000), "sound", "a tone")
+    asked, prompt = user(video, heard, "What is it?"), Segment("environment", (1,), text="?")
+    for step, tasks in ((1, "ab"), (2, "c")):
+        groups = []
+        for task in tasks:
+            response = Segment("model", (2,), text="a tone", name=task)
+            turn, thread = Turn(0, (asked,), response, 0, 1), Thread((prompt, response), (False, True))
+            episode = Episode(task, task, task, 0, (thread,), (turn,), Status.FINISHED)
+            groups.append(Group(task, Task(task, (asked,)), (episode,)))
+        write_episodes(run.episodes_of(step), step, groups)
+    return run
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("view") / "runs"
@@ -590,6 +609,39 @@ def test_what_edits_a_sound_lies_inside_the_panel(browser: Browser, tmp_path: Pa
         assert mute["x"] + mute["width"] <= editor["x"] + editor["width"] <= panel["x"] + panel["width"]
         assert visit.complaints == []
         visit.context.close()
+
+
+@pytest.fixture
+def clips(browser: Browser, tmp_path: Path) -> Iterator[Visit]:
+    """The page of an episode of a silent video and a sound, opened from a list of three."""
+    make_clips(tmp_path / "runs/clips")
+    with View([tmp_path / "runs"], device="cpu") as view:
+        visit = Visit(browser, view.address, Path(os.environ.get("SCREENSHOTS", tmp_path)))
+        visit.open("clips").locator(".found a").last.click()
+        visit.page.locator(".turn").first.wait_for()
+        yield visit
+        visit.context.close()
+        assert visit.complaints == []
+
+
+def test_an_episode_keeps_its_neighbours_and_what_it_is_swapped_with(browser: Browser, clips: Visit) -> None:
+    page = clips.page
+    expect(page.locator(".neighbours")).to_contain_text("3 of 3")
+    page.reload()
+    expect(page.locator(".neighbours")).to_contain_text("3 of 3")
+    page.keyboard.press("k")
+    expect(page.locator(".neighbours")).to_contain_text("2 of 3")
+    shared = Visit(browser, page.url, clips.shots)  # in a browser that has seen no list
+    shared.page.get_by_role("button", name="What if …").click()
+    for medium in (0, 1):
+        editor = shared.page.locator(f".editor[data-medium='{medium}']")
+        editor.get_by_text("swap with").click()
+        expect(editor.locator(".swaps button")).to_have_count(1)
+    editor.locator(".swaps button").click()
+    expect(shared.page.locator(".what-if .chips .chip")).to_have_text(re.compile("sound 2: swap with a"))
+    expect(shared.page.locator(".neighbours")).to_have_text("")
+    assert shared.complaints == []
+    shared.context.close()
 
 
 def test_a_model_is_asked_what_if_on_a_desk_and_on_a_phone(browser: Browser, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from sensorium.runs.run_directory import RunDirectory, step_of
 from sensorium.vocabulary.errors import RecordError, SensoriumError
 
 NAME = "view.sqlite"
-VERSION = 2
+VERSION = 3
 BATCH = 100  # rows of a transaction
 LONGEST, PREVIEW = 100_000, 240  # characters that are searched of a text, and shown in lists
 MOST_WORDS = 12  # of a search
@@ -43,7 +43,8 @@ CREATE TABLE files (id INTEGER PRIMARY KEY, name TEXT UNIQUE, log TEXT, step INT
 CREATE TABLE episodes (id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, length INTEGER, log TEXT, step INTEGER,
   name TEXT, task TEXT, attempts TEXT, place INTEGER, category TEXT, reward REAL, correct INTEGER, status TEXT, fate TEXT,
   failed INTEGER, turns INTEGER, tokens INTEGER, advantage REAL, surprise REAL, disagreement REAL, prompt INTEGER);
-CREATE TABLE previews (id INTEGER PRIMARY KEY, prompt TEXT, response TEXT, failure TEXT, medium TEXT, hash TEXT);
+CREATE TABLE previews (id INTEGER PRIMARY KEY, prompt TEXT, response TEXT, failure TEXT, medium TEXT, hash TEXT,
+  media TEXT);
 CREATE TABLE terms (episode INTEGER, name TEXT, value REAL, PRIMARY KEY (episode, name)) WITHOUT ROWID;
 CREATE TABLE counts (part TEXT, name TEXT, file INTEGER, n INTEGER, PRIMARY KEY (part, name, file)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5 (response, seen, judge, failure, prefix='1 2');
@@ -81,7 +82,7 @@ class Search(BaseModel, frozen=True, extra="forbid"):
 
     ``text`` are words that all must occur, ``"a phrase"``, ``begin*``, or ``prompt:``, ``response:``, ``seen:`` (later
     observations), ``judge:`` or ``failure:`` before one of them. ``low`` and ``high`` bound the term ``term``, or else the
-    reward.
+    reward. ``medium`` is a kind of media that the episode began with.
     """
 
     text: str = Field("", max_length=1000)
@@ -94,6 +95,7 @@ class Search(BaseModel, frozen=True, extra="forbid"):
     fate: str = ""
     correct: bool | None = None
     failed: bool | None = None
+    medium: Literal["", "picture", "video", "sound"] = ""
     term: str = ""
     low: float | None = None
     high: float | None = None
@@ -528,7 +530,7 @@ def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes
         (id, *(text[:LONGEST] for text in texts)),
     )
     db.execute(
-        "INSERT INTO previews VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO previews VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
             id,
             prompt[:PREVIEW],
@@ -536,6 +538,7 @@ def _insert(db: sqlite3.Connection, file: int, log: str, start: int, line: bytes
             failure[:PREVIEW],
             str(shown.get("kind", "")),
             str(shown.get("hash", "")),
+            " ".join(sorted({str(block["kind"]) for block in media})),
         ),
     )
     db.executemany("INSERT INTO terms VALUES (?, ?, ?)", [(id, name, value) for name, value in terms.items()])
@@ -642,6 +645,8 @@ def _conditions(asked: Search) -> tuple[list[str], list[Any]]:
     for column in ("log", "task", "category", "status", "fate"):
         if value := getattr(asked, column):
             add(f"e.{column} = ?", value)
+    if asked.medium:
+        add("(SELECT instr(media, ?) FROM previews p WHERE p.id = e.id)", asked.medium)
     for column, truth in (("correct", asked.correct), ("failed", asked.failed)):
         if truth is not None:
             add(f"e.{column} = ?", int(truth))
@@ -684,7 +689,7 @@ def _rows(db: sqlite3.Connection, ids: list[int]) -> list[Json]:
         "log", "step", "name", "task", "attempts", "place", "category", "reward", "correct", "status", "fate", "failed",
         "turns", "tokens", "advantage", "surprise", "disagreement",
     )  # fmt: skip
-    shown = ("prompt", "response", "failure", "medium")
+    shown = ("prompt", "response", "failure", "medium", "media")
     asked = (
         f"SELECT e.id, f.name, {', '.join(f'e.{name}' for name in columns)}, {', '.join(f'p.{name}' for name in shown)} "
         f"FROM episodes e JOIN previews p ON p.id = e.id JOIN files f ON f.id = e.file WHERE e.id IN ({marks})"

@@ -7,8 +7,19 @@ const CURVES = ["reward/mean", "accuracy", "eval/accuracy"];
 const MOST_CHARTS = 12;
 const STATES = { running: "on", finished: "well", failed: "grave", killed: "grave" };
 
-/** The newest list that was shown: from it an episode knows its neighbours. */
+/** The newest list that was shown, in this tab also before a reload: from it an episode knows its neighbours. */
 export const shown = { run: "", hash: "", rows: [], chosen: "" };
+const SHOWN = "sensorium view";
+try {
+  Object.assign(shown, JSON.parse(sessionStorage.getItem(SHOWN)));
+} catch {} // where a browser forbids it, a reload loses the list
+
+function keep(run, hash, rows) {
+  Object.assign(shown, { run, hash, rows });
+  try {
+    sessionStorage.setItem(SHOWN, JSON.stringify({ run, hash, rows: rows.map(({ file, name, task, media }) => ({ file, name, task, media })) }));
+  } catch {}
+}
 
 const state = (run) => h("span.pill", { class: STATES[run.state] ?? "", title: run.words }, run.state);
 
@@ -281,7 +292,7 @@ async function rescored(visit, id, body, run) {
   async function fill(one) {
     const page = await ask("rescored", { run: id, limit: PAGE, name: one.name, turned: asked.turned, sort: asked.sort, offset: asked.offset }, visit.signal);
     const linked = page.episodes.filter((row) => row.file);
-    Object.assign(shown, { run: id, hash: address(`#/run/${id}/rescored`, asked), rows: linked });
+    keep(id, address(`#/run/${id}/rescored`, asked), linked);
     const first = Number(asked.offset ?? 0);
     const last = first + page.episodes.length;
     count.textContent = page.count ? `${number(first + 1)} to ${number(last)} of ${counted(page.count, "episode")}` : "no such episode";
@@ -395,7 +406,7 @@ async function episodes(visit, id, body, run) {
       list.replaceChildren(h("li", {}, trouble(error)));
       return;
     }
-    Object.assign(shown, { run: id, hash: here(), rows: found.episodes });
+    keep(id, here(), found.episodes);
     const last = offset() + found.episodes.length;
     count.textContent = (found.count ? `${number(offset() + 1)} to ${number(last)} of ${counted(found.count, "episode")}` : "no such episode") +
       (found.busy ? ", indexing…" : found.waits ? "; others are indexed slowly, the newest first, so as not to slow the run" : "");

@@ -32,6 +32,7 @@ export class WhatIf {
       place.prepend(this.element);
       try {
         this.offered = await ask("what_if", this.asked, this.visit.signal);
+        await this.findOthers();
         this.build();
       } catch (error) {
         if (error.name !== "AbortError") this.element.replaceChildren(trouble(error));
@@ -126,7 +127,7 @@ export class WhatIf {
     const fields = { picture: [box, radius], video: [box, radius, frame, from, to], sound: [from, to] }[medium.kind];
     const shown = medium.kind === "picture" ? this.canvas(n, h("img", { src: source, alt: `picture ${n + 1}`, draggable: "false" }), box.input) : h("div.clip-of", {}, `${medium.kind} ${n + 1}`);
     if (medium.kind !== "picture") this.given(n, shown, box.input, frame.input, from.input, to.input);
-    return h("div.editor", { "data-medium": n }, shown, h("div.tools-of", {}, h("span.segments", {}, buttons, map), h("div.fields", {}, fields), this.others(n, medium.kind)));
+    return h("div.editor", { "data-medium": n }, shown, h("div.tools-of", {}, h("span.segments", {}, buttons, map), h("div.fields", {}, fields), this.swaps(n, medium.kind)));
   }
 
   /** What the model was given of a clip: a frame to draw a box on, and the loudness to choose seconds of. */
@@ -196,10 +197,23 @@ export class WhatIf {
     this.media.querySelector(`[data-medium="${n}"] .frame`)?.chosen(chosen);
   }
 
-  /** What a medium can be swapped with: those of other episodes, and a file. */
-  others(n, kind) {
+  /** Episodes of the same step, for the kinds of media of which the list that led here has none to swap with. */
+  async findOthers() {
+    const { page: { media, step }, asked: { run } } = this;
+    const missing = [...new Set(media.map(({ kind }) => kind))].filter((kind) => !this.others(kind).length);
+    const found = await Promise.all(missing.map((medium) => ask("episodes", { run, first: step, last: step, medium, limit: 200 }, this.visit.signal)));
+    this.rows = [...this.rows, ...found.flatMap(({ episodes }) => episodes)];
+  }
+
+  /** Episodes of other tasks with such a medium, one of each. */
+  others(kind) {
     const tasks = new Set([this.page.task.id]);
-    const rows = this.rows.filter((row) => row.medium === kind && !tasks.has(row.task) && tasks.add(row.task)).slice(0, MOST_OTHERS);
+    return this.rows.filter((row) => row.media?.includes(kind) && !tasks.has(row.task) && tasks.add(row.task)).slice(0, MOST_OTHERS);
+  }
+
+  /** What a medium can be swapped with: those of other episodes, and a file. */
+  swaps(n, kind) {
+    const rows = this.others(kind);
     const swap = (row) => () => this.add({ medium: n, change: "swap", other: { file: row.file, id: row.name } }, `swap with ${row.task}`);
     const tile = (row) => h("button", { type: "button", title: row.task, "aria-label": `swap with ${row.task}`, click: swap(row) },
       kind === "picture" ? h("img", { src: address("api/thumb", { run: this.asked.run, file: row.file, id: row.name }), alt: "", loading: "lazy" }) : row.task);
