@@ -230,6 +230,12 @@ def test_what_is_pressed_on_a_page_that_is_being_left_is_not_lost(visit: Visit) 
     page.get_by_role("button", name="What if …").click()
     held[-1].continue_()
     expect(page.locator(".episode:not([data-left]) .what-if")).to_be_visible()
+    with page.expect_request("**/api/episode?*"):
+        page.keyboard.press("j")
+    page.keyboard.press("w")
+    held[-1].continue_()
+    expect(page.locator(".neighbours")).to_contain_text("2 of")
+    expect(page.locator(".what-if")).to_be_visible()
 
 
 def test_a_search_that_is_typed_does_not_take_the_address_of_the_next_page(visit: Visit) -> None:
@@ -642,6 +648,21 @@ def test_an_episode_keeps_its_neighbours_and_what_it_is_swapped_with(browser: Br
     expect(shared.page.locator(".neighbours")).to_have_text("")
     assert shared.complaints == []
     shared.context.close()
+
+
+def test_what_if_that_could_not_be_loaded_is_closed_and_tried_again(clips: Visit) -> None:
+    page, panel = clips.page, clips.page.locator(".what-if")
+    page.route("**/api/what_if?*", lambda route: route.fulfill(json={"problem": "not now"}, status=500))
+    page.keyboard.press("w")
+    expect(panel.get_by_role("alert")).to_have_text("not now")
+    page.keyboard.press("w")
+    expect(panel).to_have_count(0)
+    page.unroute("**/api/what_if?*")
+    page.keyboard.press("w")
+    expect(panel.get_by_role("button", name="Ask", exact=True)).to_be_visible()
+    expect(panel).to_have_count(1)
+    assert len(clips.complaints) == 1, "the browser's own, of the refusal"
+    clips.complaints.clear()
 
 
 def test_a_model_is_asked_what_if_on_a_desk_and_on_a_phone(browser: Browser, tmp_path: Path) -> None:

@@ -27,12 +27,13 @@ const MEASURED = ["entropy", "mismatch"]; // what the trainer finds of the token
 const difference = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : null);
 let colouring = "advantage";
 let scale = "auto";
-let wanted = ""; // the episode of which "What if …" was pressed on a page that was being left
+let wanted = ""; // the episode of which what if was asked for before its page had come
 
 export async function showEpisode(visit) {
   const run = visit.parts[1];
   const asked = { run, file: visit.asked.get("file"), id: visit.asked.get("id") };
   wanted = "";
+  visit.keys.w = () => (wanted = JSON.stringify(asked));
   const [page, about] = await Promise.all([ask("episode", asked, visit.signal), ask("run", { run }, visit.signal)]);
   const listed = shown.run === run ? shown : { hash: "", rows: [] };
   visit.list = listed.hash;
@@ -40,7 +41,7 @@ export async function showEpisode(visit) {
   shown.chosen = `${asked.file} ${asked.id}`;
   const episode = new Episode(visit, asked, page, listed.rows);
   episode.show();
-  if (wanted === JSON.stringify(asked)) episode.ask();
+  if (wanted === JSON.stringify(asked) && page.turns.length) episode.ask();
 }
 
 class Episode {

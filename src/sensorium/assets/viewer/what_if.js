@@ -17,31 +17,34 @@ export class WhatIf {
     this.typed = [];
     this.boxes = new Map();
     this.running = null;
-    this.element = null;
+    this.element = h("section.what-if", { "aria-label": "what if", tabindex: -1 });
+    this.loading = null; // what is offered; none before, and after it failed
     visit.signal.addEventListener("abort", () => this.running?.abort());
   }
 
   async toggle(place) {
-    if (this.element?.isConnected) {
+    if (this.element.isConnected) {
       this.running?.abort();
       this.element.remove();
       return;
     }
-    if (!this.element) {
-      this.element = h("section.what-if", { "aria-label": "what if", tabindex: -1 }, h("p.note", {}, "…"));
-      place.prepend(this.element);
-      try {
-        this.offered = await ask("what_if", this.asked, this.visit.signal);
-        await this.findOthers();
-        this.build();
-      } catch (error) {
-        if (error.name !== "AbortError") this.element.replaceChildren(trouble(error));
-        this.element = null;
-        return;
-      }
-    } else place.prepend(this.element);
+    place.prepend(this.element);
+    this.loading ??= this.load();
+    await this.loading;
     this.element.scrollIntoView({ block: "nearest" });
     this.element.focus({ preventScroll: true });
+  }
+
+  async load() {
+    this.element.replaceChildren(h("p.note", {}, "…"));
+    try {
+      this.offered = await ask("what_if", this.asked, this.visit.signal);
+      await this.findOthers();
+      this.build();
+    } catch (error) {
+      this.loading = null;
+      if (error.name !== "AbortError") this.element.replaceChildren(trouble(error));
+    }
   }
 
   build() {
