@@ -650,6 +650,17 @@ def test_an_episode_keeps_its_neighbours_and_what_it_is_swapped_with(browser: Br
     shared.context.close()
 
 
+def test_no_seconds_are_muted_of_a_video_that_was_not_heard(clips: Visit) -> None:
+    page = clips.page
+    page.keyboard.press("w")
+    video, sound = (page.locator(f".editor[data-medium='{n}']") for n in range(2))
+    video.locator("canvas.still").wait_for()
+    sound.locator(".wave").wait_for()
+    for editor, shown in ((video, 0), (sound, 1)):
+        for one in (editor.get_by_role("button", name="mute"), editor.get_by_label("from s"), editor.get_by_label("to s")):
+            expect(one.and_(page.locator(":visible"))).to_have_count(shown)
+
+
 def test_what_if_that_could_not_be_loaded_is_closed_and_tried_again(clips: Visit) -> None:
     page, panel = clips.page, clips.page.locator(".what-if")
     page.route("**/api/what_if?*", lambda route: route.fulfill(json={"problem": "not now"}, status=500))

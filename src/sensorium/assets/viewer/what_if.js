@@ -125,19 +125,22 @@ export class WhatIf {
       if (change === "drop") asked.frame = value(frame) - 1;
       this.add(asked, `${LABELS[change]}${asked.box && asked.box !== WHOLE ? ` ${asked.box.map(percent).join(" ")} %` : ""}${change === "mute" ? ` ${asked.start} to ${asked.end} s` : ""}${change === "drop" ? ` ${asked.frame + 1}` : ""}`);
     };
-    const buttons = CHANGES[medium.kind].map((change) => h("button", { type: "button", click: edit(change) }, LABELS[change]));
+    const buttons = CHANGES[medium.kind].map((change) => h("button", { type: "button", "data-change": change, click: edit(change) }, LABELS[change]));
+    const heard = [from, to, ...buttons.filter((button) => button.dataset.change === "mute")];
+    for (const one of heard) one.hidden = medium.kind === "video"; // until it is known that the model heard it
     const map = medium.kind === "picture" ? h("button", { type: "button", title: "cover its places one after the other", click: () => this.map(n) }, "map") : "";
     const fields = { picture: [box, radius], video: [box, radius, frame, from, to], sound: [from, to] }[medium.kind];
     const shown = medium.kind === "picture" ? this.canvas(n, h("img", { src: source, alt: `picture ${n + 1}`, draggable: "false" }), box.input) : h("div.clip-of", {}, `${medium.kind} ${n + 1}`);
-    if (medium.kind !== "picture") this.given(n, shown, box.input, frame.input, from.input, to.input);
+    if (medium.kind !== "picture") this.given(n, shown, box.input, frame.input, heard);
     return h("div.editor", { "data-medium": n }, shown, h("div.tools-of", {}, h("span.segments", {}, buttons, map), h("div.fields", {}, fields), this.swaps(n, medium.kind)));
   }
 
   /** What the model was given of a clip: a frame to draw a box on, and the loudness to choose seconds of. */
-  async given(n, place, box, frame, from, to) {
+  async given(n, place, box, frame, heard) {
     try {
       const { parts } = await ask("given", { ...this.asked, n }, this.visit.signal);
-      place.replaceChildren(...parts.map((part) => (part.kind === "video" ? this.canvas(n, this.frame(n, part, frame), box) : hearing(part, from, to))));
+      place.replaceChildren(...parts.map((part) => (part.kind === "video" ? this.canvas(n, this.frame(n, part, frame), box) : hearing(part, heard[0].input, heard[1].input))));
+      for (const one of heard) one.hidden = parts.every((part) => part.kind !== "sound");
     } catch (error) {
       if (error.name !== "AbortError") place.replaceChildren(trouble(error));
     }
