@@ -661,6 +661,41 @@ def test_no_seconds_are_muted_of_a_video_that_was_not_heard(clips: Visit) -> Non
             expect(one.and_(page.locator(":visible"))).to_have_count(shown)
 
 
+def test_a_field_that_cannot_be_asked_is_marked_before_it_is(clips: Visit) -> None:
+    page, panel = clips.page, clips.page.locator(".what-if")
+    page.keyboard.press("w")
+    panel.locator("canvas.still").wait_for()
+    chips, ask = panel.locator(".chips .chip"), panel.get_by_role("button", name="Ask", exact=True)
+    mute = panel.get_by_role("button", name="mute")
+    panel.get_by_label("new answer").select_option("sampled")
+    cases = [("frame", ("", "1.5", "9"), "2", panel.get_by_role("button", name="drop frame"))]
+    cases += [("to s", ("", "0"), "1.37", mute)]
+    cases += [
+        ("tokens at most", ("", "5000"), "3", ask),
+        ("seed", ("1.5", "-1"), "2", ask),
+        ("temperature", ("",), "0.57", ask),
+    ]
+    for name, wrong, right, press in cases:
+        field = panel.get_by_role("spinbutton", name=name)
+        before = chips.count()
+        for value in wrong:
+            field.fill(value)
+            press.click()
+            expect(field).to_have_attribute("aria-invalid", "true")
+            expect(panel.get_by_role("alert").filter(has_text=re.compile("."))).to_have_count(1)
+            expect(chips).to_have_count(before)
+        field.fill(right)
+        expect(field).to_have_attribute("aria-invalid", "false")
+        if press is not ask:
+            press.click()
+            expect(chips).to_have_count(before + 1)
+    assert not [url for url in clips.asked if "api/what_if/" in url]
+    page.route("**/api/what_if/answer", lambda route: route.fulfill(body='{"problem": "asked"}\n'))
+    with page.expect_request("**/api/what_if/answer") as asked:
+        ask.click()
+    assert asked.value.post_data_json["new"] == {"max_new_tokens": 3, "seed": 2, "temperature": 0.57}
+
+
 def test_what_if_that_could_not_be_loaded_is_closed_and_tried_again(clips: Visit) -> None:
     page, panel = clips.page, clips.page.locator(".what-if")
     page.route("**/api/what_if?*", lambda route: route.fulfill(json={"problem": "not now"}, status=500))

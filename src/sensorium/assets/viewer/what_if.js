@@ -87,9 +87,11 @@ export class WhatIf {
     return { ...this.asked, turn: this.at, checkpoint: this.checkpoint.value };
   }
 
-  get sampled() {
-    const greedy = this.sampling.value !== "sampled";
-    return { temperature: greedy ? 0 : value(this.temperature), seed: value(this.seed), max_new_tokens: value(this.length) };
+  /** How a new answer is written; null where a field of it cannot be asked, which is marked. */
+  sampled() {
+    const drawn = this.sampling.value === "sampled";
+    if (!complete(this.length, ...(drawn ? [this.temperature, this.seed] : []))) return null;
+    return { max_new_tokens: value(this.length), ...(drawn ? { temperature: value(this.temperature), seed: value(this.seed) } : {}) };
   }
 
   /** Another turn: what was shown before it can be edited. */
@@ -117,7 +119,10 @@ export class WhatIf {
     const from = field("from s", { value: medium.start || 0, min: 0, step: 0.1 });
     const to = field("to s", { value: (medium.start || 0) + 1, min: 0, step: 0.1 });
     const frame = field("frame", { value: 1, min: 1, step: 1 });
+    const needed = { blur: [radius], drop: [frame], mute: [from, to] };
     const edit = (change) => () => {
+      if (!complete(...(needed[change] ?? []))) return;
+      if (change === "mute" && value(to) <= value(from)) return mark(to, "Later than the first second.");
       const asked = { medium: n, change };
       if (["blank", "crop", "blur"].includes(change) && medium.kind !== "sound") asked.box = this.boxes.get(n) ?? WHOLE;
       if (change === "blur") asked.radius = value(radius);
@@ -280,8 +285,11 @@ export class WhatIf {
   }
 
   answer() {
+    const none = this.sampling.value === "none";
+    const sampled = none ? null : this.sampled();
+    if (!none && !sampled) return;
     const texts = [...this.texts.values()].filter((text) => text.turn <= this.at);
-    const body = { ...this.before, media: this.edits.map((edit) => edit.asked), texts, new: this.sampling.value === "none" ? null : this.sampled };
+    const body = { ...this.before, media: this.edits.map((edit) => edit.asked), texts, new: sampled };
     return this.request("answer", body, (found) => this.showAnswer(found));
   }
 
@@ -336,7 +344,8 @@ export class WhatIf {
   }
 
   fork(responses, onward) {
-    return this.request("fork", { ...this.before, responses, go_on: onward, new: this.sampled }, (found) => {
+    const sampled = this.sampled();
+    return sampled && this.request("fork", { ...this.before, responses, go_on: onward, new: sampled }, (found) => {
       this.typed = onward ? [] : responses;
       const turns = found.turns.map((turn) => h("section.turn.forked", {}, h("h3", {}, `Turn ${turn.index + 1}`), turn.observation.map(message),
         h("article.message.assistant", {}, h("header", {}, h("b", {}, turn.by === "person" ? "you" : "the model")),
@@ -354,10 +363,29 @@ export class WhatIf {
 const value = (one) => Number(one.input.value);
 
 function field(words, attributes) {
-  const input = h("input", { type: "number", ...attributes });
-  const made = h("label.number", {}, `${words} `, input);
-  made.input = input;
-  return made;
+  const input = h("input", { type: "number", ...attributes, input: () => mark(made, "") });
+  const flaw = h("span.flaw", { role: "alert" });
+  const made = h("label.number", {}, `${words} `, input, flaw);
+  return Object.assign(made, { input, flaw });
+}
+
+/** Say beside a field what is wrong with it; nothing takes the mark away. */
+function mark({ input, flaw }, words) {
+  input.setAttribute("aria-invalid", String(words !== ""));
+  flaw.textContent = words;
+}
+
+/** Whether these fields have numbers that can be asked. Those that do not are marked; any step but 1 is a suggestion. */
+function complete(...fields) {
+  for (const one of fields) {
+    const { value, validity, step, min, max } = one.input;
+    const whole = step === "1";
+    const right = value && !validity.rangeUnderflow && !validity.rangeOverflow && !(whole && validity.stepMismatch);
+    mark(one, right ? "" : `${whole ? "A whole number" : "A number"}${max ? ` from ${min} to ${max}` : `, ${min} or more`}.`);
+  }
+  const flawed = fields.find(({ flaw }) => flaw.textContent);
+  flawed?.input.focus();
+  return !flawed;
 }
 
 /** A token with its log-prob, tinted by how that moved where it is compared. */
