@@ -50,6 +50,7 @@ LONGEST_MS = 300_000  # for what never comes; on a busy machine what does come m
 expect.set_options(timeout=LONGEST_MS)
 MARKUP = '<img src=x onerror="document.title=1">'
 NUMBERS = ((1.0, -2.0), (1.0, 3.0), (0.002, -0.05))  # advantage, entropy and mismatch of first and later tokens
+READY = "(one) => one.readyState || new Promise((done) => one.addEventListener('loadedmetadata', () => done(1)))"
 TEXT = f"{MARKUP} at 1.0 s: click(32, 24) é"
 
 
@@ -338,7 +339,7 @@ def test_tokens_media_and_places_of_an_episode_are_shown_together(visit: Visit) 
     response.locator("[data-time]").first.click()
     expect(response.locator(".token.now").first).to_have_text("1")
     expect(page.locator(".hearing .clock")).to_have_text("1.00 s")
-    page.wait_for_function("document.querySelector('video').readyState > 0")
+    page.locator("video").evaluate(READY)
     assert page.locator("video").evaluate("one => one.currentTime") == pytest.approx(1.0, abs=0.05)
     visit.keep("episode")
     page.keyboard.press("w")
@@ -648,6 +649,36 @@ def test_an_episode_keeps_its_neighbours_and_what_it_is_swapped_with(browser: Br
     expect(shared.page.locator(".neighbours")).to_have_text("")
     assert shared.complaints == []
     shared.context.close()
+
+
+def test_one_cursor_moves_the_files_of_a_video_and_of_a_sound_beside_it(clips: Visit) -> None:
+    page = clips.page
+    expect(page.locator(".frames button")).to_have_count(4)
+    wave, clock = page.locator(".wave"), page.locator(".hearing .clock")
+    wave.wait_for()
+    files = "[...document.querySelectorAll('video, audio')]"
+    page.evaluate(f"Promise.all({files}.map({READY}))")
+
+    def places() -> list[float]:
+        """Where the files are once both have moved."""
+        found: list[float] = page.evaluate(f"sought.then(() => {files}.map((one) => one.currentTime))")
+        return found
+
+    seek = "(one) => new Promise((done) => one.addEventListener('seeked', done, { once: true }))"
+    for share, times in ((0.5, [2.0, 2.0]), (0.9, [3.0, 3.6])):  # the video ends at 3 s
+        page.evaluate(f"void (window.sought = Promise.all({files}.map({seek})))")
+        clips.draw(wave, (share, 0.5), (share, 0.5))
+        assert places() == pytest.approx(times, abs=0.1)
+        assert float(str(clock.text_content()).removesuffix(" s")) == pytest.approx(times[1], abs=0.1)
+    page.evaluate(f"void (window.sought = Promise.all({files}.map({seek})))")
+    page.locator(".frames button").nth(1).click()
+    video, sound = places()
+    assert 0 < video < 1.5
+    assert sound == pytest.approx(video, abs=0.01)
+    page.evaluate("Object.defineProperty(document.querySelector('audio'), 'currentTime', { value: 2.5 })")
+    page.evaluate("void document.querySelector('audio').dispatchEvent(new Event('timeupdate'))")  # as while it plays
+    expect(clock).to_have_text("2.50 s")
+    assert places() == [video, 2.5]
 
 
 def test_no_seconds_are_muted_of_a_video_that_was_not_heard(clips: Visit) -> None:

@@ -148,7 +148,7 @@ class Episode {
   medium(n, places) {
     const medium = this.page.media[n];
     if (medium.kind !== "picture") {
-      const made = clip(this.asked, n, medium, (time, times) => this.moved(made, time, times));
+      const made = clip(this.asked, n, medium, (...cursor) => this.moved(made, ...cursor));
       made.element.addEventListener("focusin", () => (this.active = made));
       this.active ??= made;
       this.clips.set(n, made);
@@ -232,8 +232,8 @@ class Episode {
   }
 
   /** The cursor of a clip has moved: words that name this time are marked, to half the distance of frames. */
-  moved(from, time, times) {
-    for (const other of this.clips.values()) if (other.kind !== from.kind) other.follow(time); // what is seen, and what is heard beside it
+  moved(from, time, times, playing) {
+    for (const other of this.clips.values()) if (other.kind !== from.kind) other.follow(time, playing); // what is seen, and what is heard beside it
     const reach = times.length > 1 ? Math.max(0.25, (times[1] - times[0]) / 2) : 0.5;
     for (const { spans } of this.responses) {
       for (const span of spans) if (span.mark?.kind === "time") span.classList.toggle("now", Math.abs(span.mark.time - time) <= reach);

@@ -126,17 +126,32 @@ export function clip(asked, n, medium, moved) {
     image.addEventListener("error", () => image.replaceWith(h("p.note", {}, "This browser cannot play the file; below is what the model was given.")));
     player.replaceWith(medium.kind === "video" ? image : h("p.note", {}, "This browser cannot play the file."));
   });
-  player.addEventListener("timeupdate", () => seek(player.currentTime, true));
+  let placed = NaN; // where a cursor left the file, which then reports it: that moves no cursor
+  player.addEventListener("timeupdate", () => same(player.currentTime, placed) || seek(player.currentTime, true));
 
-  function follow(time) {
+  function move(time) {
     now = time;
     for (const follower of followers) follower(time);
   }
 
+  /** Bring the file to a time, or to its end if that is before. */
+  function place(time) {
+    if (!player.isConnected || !player.readyState) return;
+    placed = Math.min(time, player.duration);
+    if (!same(player.currentTime, placed)) player.currentTime = placed;
+  }
+
+  /** Go where the cursor of another clip is: this file, too, unless it or the other one plays. */
+  function follow(time, playing) {
+    move(time);
+    if (!playing && player.paused) place(time);
+  }
+
   function seek(time, playing = false) {
-    follow(time);
-    moved(time, times);
-    if (!playing && player.isConnected && player.readyState && Math.abs(player.currentTime - time) > 0.005) player.currentTime = time;
+    placed = NaN;
+    move(time);
+    moved(time, times, playing);
+    if (!playing) place(time);
   }
 
   function step(by) {
@@ -223,6 +238,8 @@ export function clip(asked, n, medium, moved) {
 
   return { kind: medium.kind, element, seek, follow, step, toggle };
 }
+
+const same = (one, other) => Math.abs(one - other) <= 0.005;
 
 const span = ({ start, end, length }) =>
   start > 0 || end < length ? `${start.toFixed(2)} to ${end.toFixed(2)} of ${length.toFixed(2)} s` : `${(end - start).toFixed(2)} s`;
